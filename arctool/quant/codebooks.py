@@ -1,0 +1,161 @@
+"""Codebooks and rungs of the trellis formats: which values a state stands for, and which pairings users can ask for by name.
+
+`sum2` is computed (no table to load); tables ship inside the package, made by `python -m arctool.bake.codebook_training` from a seed and
+pinned here by SHA-256. The values are the format: a changed bit in any of them changes what every artifact means.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from arctool.errors import GeometryError, UsageError
+from arctool.quant.bf16 import widen
+from arctool.quant.trellis import Geometry
+
+TableDtype = Literal["f32", "bf16"]
+
+SUM2_MULTIPLIERS = (0xCBAC1FED, 0x83DCD12D)
+"""Odd 32-bit multipliers of the two hashes: EXL3's `mcg` and `mul1` (facts/qtip.md §2), found by search among many."""
+
+SUM2_CENTRE = 510
+"""Mean of the sum of four uniform bytes, 4 · 255 / 2."""
+
+SUM2_STEP = np.float32(1.0 / 147.800537109375)
+"""One over the standard deviation of that sum, √(4 · (256² − 1) / 12), as QTIP's 1MAD rounds it."""
+
+
+@dataclass(frozen=True)
+class Codebook:
+    """A map from states to values. `table` is None for `sum2`, else f32 or bf16 bits (u16) of shape [2^l, v]."""
+
+    kind: Literal["sum2", "table"]
+    table: NDArray[np.float32] | NDArray[np.uint16] | None = None
+
+    @property
+    def dtype(self) -> TableDtype:
+        """Storage type of the table; `sum2` has none and raises GeometryError."""
+        if self.table is None:
+            raise GeometryError("sum2 is computed and has no table dtype")
+        return "bf16" if self.table.dtype == np.uint16 else "f32"
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the table's little-endian bytes in hex; of the recipe's name for `sum2`."""
+        if self.table is None:
+            return hashlib.sha256(b"arctool sum2 v1").hexdigest()
+        return hashlib.sha256(np.ascontiguousarray(self.table).astype(self.table.dtype.newbyteorder("<")).tobytes()).hexdigest()
+
+    def values(self, geometry: Geometry) -> NDArray[np.float32]:
+        """The values f32 [2^l, v] of every state. Raises GeometryError where the codebook does not fit the geometry."""
+        self.check(geometry, geometry.name)
+        if self.table is None:
+            return sum2_values(geometry)
+        return widen(self.table)
+
+    def check(self, geometry: Geometry, where: str) -> None:
+        """Refuse a codebook that is not the geometry's: geometries of equal rate have equal byte counts, so the table decides."""
+        if self.kind == "sum2":
+            if self.table is not None or geometry.v != 2 or geometry.l != 16:
+                raise GeometryError(f"{where}: sum2 yields a pair from 16 state bits and cannot serve {geometry.name}")
+            return
+        want_dtype: TableDtype = "f32" if geometry.l == 16 else "bf16"
+        want_shape = (geometry.states, geometry.v)
+        if self.table is None or self.table.dtype not in (np.float32, np.uint16):
+            raise GeometryError(f"{where}: a table codebook needs an f32 or bf16 table")
+        if self.dtype != want_dtype or self.table.shape != want_shape:
+            raise GeometryError(
+                f"{where}: {geometry.name} needs a {want_dtype} table {list(want_shape)}, found {self.dtype} {list(self.table.shape)}"
+            )
+
+
+def sum2_values(geometry: Geometry) -> NDArray[np.float32]:
+    """f32 [65536, 2]: for each multiplier, (sum of the bytes of state · multiplier mod 2^32 − 510) · step, one f32 rounding."""
+    if geometry.v != 2 or geometry.l != 16:
+        raise GeometryError(f"sum2 yields a pair from 16 state bits and cannot serve {geometry.name}")
+    state = np.arange(geometry.states, dtype=np.uint32)
+    columns = []
+    for multiplier in SUM2_MULTIPLIERS:
+        hashed = state * np.uint32(multiplier)
+        octets = ((hashed[:, None] >> np.arange(0, 32, 8, dtype=np.uint32)) & np.uint32(255)).astype(np.int32)
+        total = octets.sum(axis=1)
+        columns.append((total - SUM2_CENTRE).astype(np.float32) * SUM2_STEP)
+    return np.stack(columns, axis=1)
+
+
+@dataclass(frozen=True)
+class ShippedTable:
+    """A table in `quant/tables/`: raw little-endian values, its type, and the SHA-256 that it must have."""
+
+    file: str
+    dtype: TableDtype
+    sha256: str
+
+
+SHIPPED_TABLES: dict[str, ShippedTable] = {}
+
+
+@dataclass(frozen=True)
+class Rung:
+    """A named format that `--isq` accepts. `codebook` is `sum2` or a shipped table's geometry name.
+
+    `gain` is the table's scale over the data's: rows are divided by gain · rms before the search (measured on Gaussian rows).
+    """
+
+    name: str
+    geometry: Geometry
+    codebook_name: str
+    gain: float
+
+    @property
+    def bits_per_weight(self) -> float:
+        return self.geometry.bits_per_weight
+
+    def codebook(self) -> Codebook:
+        return Codebook("sum2") if self.codebook_name == "sum2" else shipped_table(self.codebook_name)
+
+
+RUNGS: dict[str, Rung] = {
+    rung.name: rung
+    for rung in (
+        Rung("qtip2", Geometry(4, 2, 16), "K4V2L16", 1.0),
+        Rung("qtip2b", Geometry(4, 2, 16), "sum2", 1.0),
+        Rung("qtip2-v4", Geometry(8, 4, 12), "K8V4L12", 1.0),
+        Rung("qtip2.25-v4", Geometry(9, 4, 12), "K9V4L12", 1.0),
+        Rung("qtip3", Geometry(3, 1, 12), "K3V1L12", 1.0),
+        Rung("qtip3b", Geometry(6, 2, 16), "sum2", 1.0),
+        Rung("qtip4", Geometry(4, 1, 12), "K4V1L12", 1.0),
+        Rung("qtip4b", Geometry(8, 2, 16), "sum2", 1.0),
+    )
+}
+
+
+def rung(name: str) -> Rung:
+    """The rung called `name`. Raises UsageError that lists the known ones."""
+    found = RUNGS.get(name)
+    if found is None:
+        raise UsageError(f"unknown rung {name!r}; known rungs: {', '.join(RUNGS)}")
+    return found
+
+
+@cache
+def shipped_table(name: str) -> Codebook:
+    """The packaged table of a geometry, checked against its pinned hash. Raises GeometryError where the file is not the format's."""
+    entry = SHIPPED_TABLES.get(name)
+    if entry is None:
+        raise GeometryError(f"no table ships for {name}; shipped: {', '.join(SHIPPED_TABLES)}")
+    data = files("arctool.quant").joinpath("tables", entry.file).read_bytes()
+    found = hashlib.sha256(data).hexdigest()
+    if found != entry.sha256:
+        raise GeometryError(f"quant/tables/{entry.file}: SHA-256 {found} is not the pinned {entry.sha256}; reinstall arctool")
+    geometry = Geometry.parse(name)
+    table = np.frombuffer(data, "<f4" if entry.dtype == "f32" else "<u2").reshape(geometry.states, geometry.v)
+    codebook = Codebook("table", table)
+    codebook.check(geometry, entry.file)
+    return codebook
