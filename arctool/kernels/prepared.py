@@ -1,0 +1,62 @@
+"""A weight made ready for kernels: contiguous arrays, the table as f32, signs as f32. Made once at load, shared by every call."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from arctool.kernels.policy import WeightKind
+from arctool.quant.tensor import DenseTensor, TrellisTensor, Weight
+
+
+@dataclass(frozen=True)
+class PreparedRotation:
+    """Signs as f32 ±1 and block sizes of both sides."""
+
+    block_in: int
+    block_out: int
+    signs_in: NDArray[np.float32]
+    signs_out: NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """`weight` is what the artifact holds; `table` f32 [2^l·v] is shared between layers with the same codebook (empty for sum2)."""
+
+    weight: Weight
+    kind: WeightKind
+    table: NDArray[np.float32]
+    rotation: PreparedRotation | None
+
+    @property
+    def out_features(self) -> int:
+        return int(self.weight.shape[0])
+
+    @property
+    def in_features(self) -> int:
+        return int(self.weight.shape[1])
+
+
+def weight_kind(weight: Weight) -> WeightKind:
+    """Which family of kernels a weight needs."""
+    if isinstance(weight, TrellisTensor):
+        return "trellis-sum2" if weight.codebook.kind == "sum2" else "trellis-table"
+    return "dense-bf16" if weight.data.dtype == np.uint16 else "dense-f32"
+
+
+def prepare_dense(weight: DenseTensor) -> Prepared:
+    """A dense weight needs only to be contiguous."""
+    contiguous = weight if weight.data.flags.c_contiguous else DenseTensor(weight.data.copy())
+    return Prepared(contiguous, weight_kind(weight), np.empty(0, np.float32), None)
+
+
+def prepare_trellis(weight: TrellisTensor, table: NDArray[np.float32]) -> Prepared:
+    """`table`: the codebook's flat f32 values, or empty for sum2, which the kernel computes."""
+    rotation = weight.rotation
+    prepared = None
+    if rotation is not None:
+        signs_in, signs_out = rotation.signs_in.astype(np.float32), rotation.signs_out.astype(np.float32)
+        prepared = PreparedRotation(rotation.block_in, rotation.block_out, signs_in, signs_out)
+    return Prepared(weight, weight_kind(weight), table, prepared)
