@@ -1,0 +1,42 @@
+"""The committed tiny checkpoints are what the script makes, and are models that can tell two engines apart."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from conftest import load_script
+
+
+def test_the_script_makes_the_committed_bytes_again(tiny_checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    made = load_script("make_checkpoints").make_all(tmp_path)
+    assert sorted(path.name for path in made) == sorted(tiny_checkpoints)
+    for name, committed in tiny_checkpoints.items():
+        files = {path.name: path.read_bytes() for path in committed.iterdir()}
+        assert {path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} == files
+        assert sum(map(len, files.values())) < 600_000
+
+
+def test_each_tiny_model_says_different_things_to_different_prompts(tiny_checkpoint: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    torch.set_num_threads(1)
+    model = AutoModelForCausalLM.from_pretrained(tiny_checkpoint, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_checkpoint)
+    completions = set()
+    for prompt in ("Hello there", "In 1814 she", "What is?", "She said", "Yes, my dear"):
+        ids = tokenizer(prompt, return_tensors="pt").input_ids
+        out = model.generate(ids, max_new_tokens=24, do_sample=False, eos_token_id=None)[0, ids.shape[1] :].tolist()
+        assert len(set(out)) >= 4
+        completions.add(tuple(out))
+    assert len(completions) >= 4
+
+
+def test_the_configs_hold_what_engines_get_wrong(tiny_checkpoints: dict[str, Path]) -> None:
+    configs = {name: json.loads((path / "config.json").read_text()) for name, path in tiny_checkpoints.items()}
+    assert configs["qwen2"]["use_sliding_window"] is False
+    assert configs["qwen2"]["sliding_window"] == 8
+    assert configs["mistral"]["sliding_window"] == 8
+    assert configs["qwen3"]["head_dim"] != configs["qwen3"]["hidden_size"] // configs["qwen3"]["num_attention_heads"]
+    assert [name for name, config in configs.items() if config["tie_word_embeddings"]] == ["qwen2"]

@@ -1,0 +1,185 @@
+"""A recipe says for every tensor what it becomes and why; anything in the file that would be ignored is refused by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from arctool.bake.recipe import Choice, Recipe, load_recipe
+from arctool.errors import UsageError
+from arctool.quant.codebooks import RUNGS
+from arctool.run.models.spec import Role, TensorSpec
+
+LAYERS = 4
+
+
+def linear(layer: int, module: str, in_features: int = 64) -> TensorSpec:
+    return TensorSpec(f"model.layers.{layer}.{module}.weight", (32, in_features), Role.LINEAR, layer)
+
+
+def model(in_features: int = 64) -> tuple[TensorSpec, ...]:
+    """Four layers of v_proj (with bias), down_proj and a norm, an embedding and a head."""
+    specs = [TensorSpec("model.embed_tokens.weight", (512, 64), Role.EMBEDDING)]
+    for layer in range(LAYERS):
+        specs += [
+            linear(layer, "self_attn.v_proj", in_features),
+            TensorSpec(f"model.layers.{layer}.self_attn.v_proj.bias", (32,), Role.BIAS, layer),
+            linear(layer, "mlp.down_proj", in_features),
+            TensorSpec(f"model.layers.{layer}.input_layernorm.weight", (64,), Role.NORM, layer),
+        ]
+    return (*specs, TensorSpec("lm_head.weight", (512, 64), Role.HEAD))
+
+
+def recipe(tmp_path: Path, text: str) -> Recipe:
+    (tmp_path / "recipe.yaml").write_text(text)
+    return load_recipe(tmp_path / "recipe.yaml", "qtip2b")
+
+
+def chosen(found: Recipe, module: str) -> list[str]:
+    """The rungs of `module` in layers 0 to 3."""
+    return [found.choose(linear(layer, module), LAYERS).rung for layer in range(LAYERS)]
+
+
+def refusal(tmp_path: Path, text: str) -> str:
+    with pytest.raises(UsageError) as caught:
+        recipe(tmp_path, text).check(model())
+    message = str(caught.value)
+    assert "recipe.yaml: " in message
+    assert "\n" not in message
+    assert len(message) < 1000
+    return message
+
+
+@pytest.mark.parametrize("name", [*RUNGS, "bf16"])
+def test_a_uniform_recipe_gives_every_linear_layer_its_rung_and_keeps_the_rest(name: str) -> None:
+    found = Recipe.uniform(name)
+    found.check(model())
+    assert {found.choose(spec, LAYERS).rung for spec in model() if spec.role is Role.LINEAR} == {name}
+    assert {found.choose(spec, LAYERS).rung for spec in model() if spec.role is not Role.LINEAR} == {"bf16"}
+
+
+def test_an_unknown_rung_on_the_command_line_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(UsageError, match=r"--isq: unknown rung 'qtip9'.*qtip4b.*bf16"):
+        Recipe.uniform("qtip9")
+
+
+def test_the_end_of_a_range_is_exclusive_and_a_number_is_one_layer(tmp_path: Path) -> None:
+    found = recipe(tmp_path, "0-2: {isq: qtip4b}\n3: {isq: bf16}\n")
+    assert chosen(found, "mlp.down_proj") == ["qtip4b", "qtip4b", "qtip2b", "bf16"]
+
+
+def test_the_file_default_wins_over_the_command_line(tmp_path: Path) -> None:
+    assert chosen(recipe(tmp_path, "default: {isq: qtip3b}"), "mlp.down_proj") == ["qtip3b"] * 4
+
+
+def test_later_ranges_win_over_earlier_and_rules_over_ranges(tmp_path: Path) -> None:
+    text = """
+    rules:
+      - {match: "*.v_proj", layers: "0-3", isq: qtip4b}
+      - {match: "model.layers.1.*_proj", skip: true}
+      - {match: "*.v_proj", layers: 2, isq: qtip3b}
+    0-4: {isq: qtip3b}
+    1-3: {isq: qtip2b}
+    """
+    found = recipe(tmp_path, text)
+    found.check(model())
+    assert chosen(found, "self_attn.v_proj") == ["qtip4b", "bf16", "qtip3b", "qtip3b"]
+    assert chosen(found, "mlp.down_proj") == ["qtip3b", "bf16", "qtip2b", "qtip3b"]
+
+
+def test_a_choice_says_which_line_made_it(tmp_path: Path) -> None:
+    found = recipe(tmp_path, 'rules: [{match: "*.v_proj", isq: qtip4b}]\n')
+    assert found.choose(linear(0, "mlp.down_proj"), LAYERS) == Choice("qtip2b", "default")
+    assert found.choose(linear(0, "self_attn.v_proj"), LAYERS).reason == "recipe.yaml: rules[0] '*.v_proj'"
+    assert found.choose(model()[0], LAYERS).reason == "embedding stays bf16"
+
+
+@pytest.mark.parametrize(
+    ("rung", "fallback", "in_features", "expected"),
+    [
+        ("qtip2-v4", "bf16", 64, "qtip2-v4"),
+        ("qtip2-v4", "bf16", 66, "bf16"),
+        ("qtip2-v4", "qtip3", 66, "qtip3"),
+        ("qtip2-v4", "qtip3b", 66, "qtip3b"),
+        ("qtip2-v4", "qtip3b", 65, "bf16"),
+        ("qtip2b", "bf16", 65, "bf16"),
+        ("qtip3", "bf16", 65, "qtip3"),
+    ],
+)
+def test_a_width_that_the_rung_cannot_take_falls_back_and_says_so(
+    rung: str, fallback: str, in_features: int, expected: str, tmp_path: Path
+) -> None:
+    found = recipe(tmp_path, f"default: {{isq: {rung}}}\nfallback: {fallback}\n")
+    choice = found.choose(linear(0, "mlp.down_proj", in_features), LAYERS)
+    assert choice.rung == expected
+    assert (choice.reason == "default") == (expected == rung)
+    if expected != rung:
+        assert choice.reason.startswith(f"fallback: {in_features} inputs are not a multiple of {rung}'s V=")
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("0-9: {isq: qtip4b}", ["0-9", "layer 8", "0 to 3"]),
+        ("4: {isq: qtip4b}", ["4: reaches to layer 4"]),
+        ("2-2: {isq: qtip4b}", ["2-2", "empty"]),
+        ("3-1: {isq: qtip4b}", ["3-1", "empty"]),
+        ("-1: {isq: qtip4b}", ["-1"]),
+        ("0-x: {isq: qtip4b}", ["0-x", "range"]),
+        ("true: {isq: qtip4b}", ["True"]),
+        ("defaults: {isq: qtip4b}", ["defaults", "unknown key"]),
+        ("default: qtip4b", ["default", "{isq: RUNG}"]),
+        ("default: {isq: qtip5}", ["default", "qtip5", "qtip4b"]),
+        ("default: {isq: 4}", ["default", "'4'"]),
+        ("default: {}", ["default", "isq"]),
+        ("0-2: {isq: qtip4b, device: cpu}", ["0-2", "device"]),
+        ("0-2: null", ["0-2", "None"]),
+        ("fallback: q4k", ["fallback", "q4k"]),
+        ("fallback: [qtip3]", ["fallback", "qtip3"]),
+        ("'/v_proj$/': {isq: qtip4b}", ["/v_proj$/", "rules"]),
+        ("rules: {match: '*'}", ["rules", "list"]),
+        ("rules: [3]", ["rules[0]"]),
+        ("rules: [{match: '*.v_proj'}]", ["rules[0]", "neither"]),
+        ("rules: [{match: '*.v_proj', isq: qtip3b, skip: true}]", ["rules[0]", "both"]),
+        ("rules: [{match: '*.v_proj', skip: 1}]", ["rules[0]", "skip"]),
+        ("rules: [{isq: qtip3b}]", ["rules[0]", "match"]),
+        ("rules: [{match: '*.v_proj', isq: qtip3b, layer: 0}]", ["rules[0]", "'layer'", "layers"]),
+        ("rules: [{match: '*.v_proj', isq: qtip3b, layers: all}]", ["rules[0]", "layers", "all"]),
+        ("rules: [{match: '*.x_proj', isq: qtip3b}]", ["rules[0]", "*.x_proj", "matches no tensor"]),
+        ("rules: [{match: '*.v_proj', layers: 7, isq: qtip3b}]", ["rules[0]", "layer 7"]),
+        ("rules: [{match: 'lm_head', isq: qtip4b}]", ["rules[0]", "lm_head (head) stays bf16"]),
+        ("rules: [{match: '*embed*', isq: qtip4b}]", ["rules[0]", "model.embed_tokens (embedding) stays bf16"]),
+        ("rules: [{match: '*layernorm', isq: qtip4b}]", ["rules[0]", "norm stays bf16"]),
+        ("0-2: {isq: qtip4b}\n0-2: {isq: qtip3b}", ["0-2", "twice"]),
+        ("rules: [{match: a, match: b, isq: qtip3b}]", ["match", "twice"]),
+        ("- a", ["mapping", "list"]),
+        ("", ["mapping", "NoneType"]),
+        ("a: [", ["not valid YAML"]),
+        ("!!python/object/apply:os.system ['true']", ["not valid YAML"]),
+        ("[" * 5000, ["not valid YAML"]),
+    ],
+)
+def test_what_a_recipe_cannot_mean_is_refused_by_file_and_key(text: str, parts: list[str], tmp_path: Path) -> None:
+    message = refusal(tmp_path, text)
+    for part in parts:
+        assert part in message
+
+
+def test_nested_aliases_do_not_blow_up_the_message(tmp_path: Path) -> None:
+    bomb = "a: &a [x, x, x, x, x, x, x, x]\n" + "".join(
+        f"{name}: &{name} [{', '.join([f'*{previous}'] * 8)}]\n" for previous, name in zip("abcdefgh", "bcdefghi", strict=True)
+    )
+    refusal(tmp_path, f"rules: [{{match: 3, isq: qtip3b}}]\n{bomb}")
+    refusal(tmp_path, bomb)
+
+
+def test_a_head_may_be_named_to_stay_as_it_is(tmp_path: Path) -> None:
+    found = recipe(tmp_path, "rules: [{match: lm_head, isq: bf16}, {match: '*', isq: qtip3b}]")
+    found.check(model())
+    assert found.choose(model()[-1], LAYERS).rung == "bf16"
+
+
+def test_a_missing_recipe_is_refused_by_path(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"absent\.yaml: cannot be read"):
+        load_recipe(tmp_path / "absent.yaml", "qtip2b")

