@@ -1,0 +1,42 @@
+# Two commands do everything on a fresh machine: `make demo` and `make test`.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+RUNG   ?= qtip4
+MODEL  := models/smollm2-135m
+BAKED  := artifacts/smollm2-135m-$(RUNG)
+PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+
+.PHONY: setup demo test lint bench clean
+
+setup: $(VENV)/.ready-dev
+
+$(VENV)/.ready: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) --editable '.[demo]'
+	touch $@
+
+$(VENV)/.ready-dev: $(VENV)/.ready
+	$(PIP) --editable '.[dev]'
+	touch $@
+
+# A real model, baked to 4 bits, proven, and asked a question.
+demo: $(VENV)/.ready
+	$(BIN)/python fixtures/make_smollm2.py --out models
+	$(BIN)/arctool bake $(MODEL) --isq $(RUNG) --output $(BAKED)
+	$(BIN)/arctool verify $(BAKED) --source $(MODEL)
+	$(BIN)/arctool run $(BAKED) --prompt "What is the capital of France?" --temperature 0
+
+test: $(VENV)/.ready-dev
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.ready-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(VENV)/.ready-dev
+	$(BIN)/python -m arctool.bench.kernels
+
+clean:
+	rm -rf $(VENV) artifacts models build dist

@@ -1,0 +1,91 @@
+"""Results as tables for people: what was baked, what a verification found, what an artifact holds."""
+
+from __future__ import annotations
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from arctool.bake.pipeline import BakeResult
+from arctool.uqff.inspect import Inspection, LayerRow
+from arctool.uqff.verify import VerifyReport
+
+SOURCE_ROWS = 8
+"""Layers with the largest error that a verification lists."""
+
+
+def size(nbytes: int) -> str:
+    """Bytes in the unit that people read: 83.4 MB."""
+    value = float(nbytes)
+    for unit in ("B", "kB", "MB", "GB"):
+        if value < 1000 or unit == "GB":
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1000
+    raise AssertionError("the last unit takes any size")
+
+
+def baked(result: BakeResult, inspection: Inspection) -> str:
+    """One line for a finished bake."""
+    bits = inspection.totals.quantised_bits_per_weight
+    rate = "no layer quantised" if bits is None else f"{bits:.3f} bits a quantised weight"
+    kept = f", {result.resumed} layers kept from before" if result.resumed else ""
+    return f"{result.path}: {size(inspection.totals.nbytes)}, {rate}, {result.seconds:.1f} s{kept}"
+
+
+def verification(report: VerifyReport) -> RenderableType:
+    """The answers, one line each, then what failed and, with a source, the worst layers."""
+    lines: list[RenderableType] = []
+    for answer in report.answers:
+        mark, style = ("–", "dim") if not answer.asked else ("✓", "green") if answer.passed else ("✗", "bold red")
+        counts = ", ".join(f"{number:,} {what}" for what, number in answer.counts.items())
+        lines.append(Text.assemble((f"{mark} {answer.question:16}", style), counts or "not asked"))
+        lines += [Text(f"    {failure}", "red") for failure in answer.failures]
+        hidden = answer.failure_count - len(answer.failures)
+        lines += [Text(f"    … and {hidden} more", "red")] if hidden > 0 else []
+        lines += [Text(f"    {note}", "dim") for note in answer.notes]
+    if report.errors:
+        lines.append(_worst(report))
+    lines.append(Text("verified" if report.passed else "NOT VERIFIED", "bold green" if report.passed else "bold red"))
+    return Group(*lines)
+
+
+def _worst(report: VerifyReport) -> Table:
+    table = Table("layer", "stored as", "relative error", "limit of its rate", box=None, title="largest errors")
+    for row in sorted(report.errors, key=lambda row: -row.relative_error)[:SOURCE_ROWS]:
+        table.add_row(row.key, row.label, f"{row.relative_error:.5f}", "" if row.limit is None else f"{row.limit:.5f}")
+    return table
+
+
+def contents(inspection: Inspection, console: Console) -> RenderableType:
+    """Facts about the artifact, then a row for every layer."""
+    totals = inspection.totals
+    facts = Table(box=None, show_header=False)
+    for name, value in (
+        ("path", inspection.path),
+        ("format", f"UQFF {inspection.uqff_version}"),
+        ("producer", " ".join(filter(None, (inspection.producer, inspection.producer_version))) or "unknown"),
+        ("source", inspection.source),
+        ("rung", inspection.rung),
+        ("licence", inspection.licence),
+        ("size", f"{size(totals.nbytes)} in {len(inspection.files)} files"),
+        ("parameters", f"{totals.parameters:,} ({totals.quantised_parameters:,} quantised)"),
+        ("bits per weight", _rates(inspection)),
+        ("tables", size(totals.table_bytes)),
+    ):
+        if value is not None:
+            facts.add_row(Text(name, "bold"), value)
+    layers = Table("layer", "shape", "stored as", "bits/weight", "bytes", "error", box=None)
+    for row in (*inspection.layers, *inspection.residual):
+        layers.add_row(*_layer(row))
+    return Group(facts, Text(), layers)
+
+
+def _rates(inspection: Inspection) -> str:
+    quantised, mean = inspection.totals.quantised_bits_per_weight, inspection.totals.bits_per_weight
+    return f"{mean:.3f} over all" if quantised is None else f"{quantised:.3f} in quantised layers, {mean:.3f} over all"
+
+
+def _layer(row: LayerRow) -> tuple[str, str, str, str, str, str]:
+    error = "" if row.relative_error is None else f"{row.relative_error:.5f}"
+    label = row.label if row.fallback_reason is None else f"{row.label} ({row.fallback_reason})"
+    return row.key, "×".join(map(str, row.shape)), label, f"{row.bits_per_weight:.3f}", f"{row.nbytes:,}", error
