@@ -14,7 +14,7 @@ import numpy as np
 
 from arctool.kernels.cpu.ir import load_window
 from arctool.kernels.cpu.jit import jit
-from arctool.quant.codebooks import SUM2_CENTRE, SUM2_MULTIPLIERS, SUM2_STEP
+from arctool.quant.codebooks import SUM2_CENTRE, SUM2_CONSTANTS, SUM2_STEP
 from arctool.quant.trellis import Geometry
 
 HISTORY_BYTES = 4
@@ -51,7 +51,7 @@ def trellis_row_decoder(geometry: Geometry, computed: bool) -> RowDecoder:
 def _sum2_row_decoder(k: int, l: int) -> RowDecoder:
     mask = np.uint32((1 << l) - 1)
     first_bit = 8 * HISTORY_BYTES + k - l
-    first_hash, second_hash = (np.uint32(m) for m in SUM2_MULTIPLIERS)
+    (m0, a0), (m1, a1) = ((np.uint32(m), np.uint32(a)) for m, a in SUM2_CONSTANTS[k])
     step, centre = SUM2_STEP, np.int32(SUM2_CENTRE)
 
     @jit()
@@ -65,7 +65,7 @@ def _sum2_row_decoder(k: int, l: int) -> RowDecoder:
         for t in range(steps):
             bit = first_bit + k * t
             state = (load_window(stream, bit >> 3) >> np.uint32(bit & 7)) & mask
-            out[2 * t] = value(np.uint32(state * first_hash))
-            out[2 * t + 1] = value(np.uint32(state * second_hash))
+            out[2 * t] = value(np.uint32(state * m0 + a0))
+            out[2 * t + 1] = value(np.uint32(state * m1 + a1))
 
     return decode

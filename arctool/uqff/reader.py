@@ -1,0 +1,194 @@
+"""Reading an artifact: shards mapped, names indexed and checked, weights decoded one at a time when asked for.
+
+Opening reads headers only. What a layer's entries mean is `families`' affair; which files belong together is `discovery`'s.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from arctool.errors import FormatError
+from arctool.quant.codebooks import Codebook
+from arctool.quant.tensor import DenseTensor, Weight
+from arctool.uqff.discovery import RESIDUAL_NAME, asset_names, discover, read_config, read_text
+from arctool.uqff.entries import Entry, check_key, expect, split_name, values
+from arctool.uqff.families import decode, decode_bias, read_table, table_name
+from arctool.uqff.files import inside
+from arctool.uqff.report import UQFF_VERSION, Output, Report
+from arctool.uqff.sections import TableRef
+from arctool.uqff.shard import Shard
+
+_VERSION_NAMES: Final = ("uqff.version.major", "uqff.version.minor", "uqff.version.patch")
+_TABLE_ENTRY: Final = re.compile(r"arctool\.table\.[0-9a-f]{16}")
+
+
+class AssetFiles(Mapping[str, bytes]):
+    """File name → bytes, read from the directory when asked for."""
+
+    def __init__(self, directory: Path, names: tuple[str, ...]) -> None:
+        self._directory, self._names = directory, names
+
+    def __getitem__(self, name: str) -> bytes:
+        if name not in self._names:
+            raise KeyError(name)
+        return read_text(self._directory, name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+class Artifact:
+    """An open artifact. Not for writing; arrays that it gives out are views of mapped files where alignment allows."""
+
+    def __init__(self, path: Path) -> None:
+        """Open the files that `path` means; check names, versions, headers. Raises StorageError, UsageError, FormatError."""
+        found = discover(path)
+        self.directory: Final[Path] = found.directory
+        self.report: Final[Report | None] = found.report
+        self.output: Final[Output | None] = found.output
+        self.shards: Final = tuple(Shard(inside(found.directory, name)) for name in found.shards)
+        self.residual_shard: Final = Shard(inside(found.directory, RESIDUAL_NAME))
+        self.config_json: Final[dict[str, Any]] = read_config(found.directory)
+        self.assets: Final[Mapping[str, bytes]] = AssetFiles(found.directory, asset_names(found.directory, found.report))
+        self.version: Final = _read_version(self.shards)
+        self._layers, self._tables = _index(self.shards)
+        self._pool: dict[TableRef, Codebook] = {}
+        self._check_residual()
+        for name in self.assets:
+            inside(found.directory, name)
+
+    def keys(self) -> tuple[str, ...]:
+        """The layers' keys (module paths), in the order of the file."""
+        return tuple(self._layers)
+
+    def residual_names(self) -> tuple[str, ...]:
+        """Full names of the tensors that are no layers: norms and the like."""
+        return tuple(self.residual_shard.header.tensors)
+
+    def table_names(self) -> tuple[str, ...]:
+        """Entry names of the tables that the artifact holds."""
+        return tuple(self._tables)
+
+    def entries(self, key: str) -> dict[str, Entry]:
+        """The entries of layer `key` by full name. Raises FormatError for a key that is no layer's."""
+        if key not in self._layers:
+            raise FormatError(f"{self.directory}: no layer {key!r} among {len(self._layers)}; `arctool inspect` lists them")
+        return {name: shard.entry(name) for name, shard in self._layers[key].items()}
+
+    def weight(self, key: str) -> Weight:
+        """The weight of layer `key`, else the residual tensor `<key>.weight`. Raises FormatError, GeometryError."""
+        if key not in self._layers:
+            return self.residual(f"{key}.weight")
+        return decode(key, self.entries(key), self.table, self._where(key))
+
+    def bias(self, key: str) -> NDArray[np.float32] | None:
+        """The bias f32 [out] of layer `key`, else of the residual's `<key>.bias`; None where neither is."""
+        name = f"{key}.bias"
+        if key in self._layers:
+            if name not in self._layers[key]:
+                return None
+            return decode_bias(key, self.entries(key), self.weight(key).shape, self._where(key))
+        return self.residual(name).dense() if name in self.residual_shard.header.tensors else None
+
+    def residual(self, name: str) -> DenseTensor:
+        """A residual tensor by its full name, f32 or bf16 as stored (f16 widens to f32). Raises FormatError."""
+        if name not in self.residual_shard.header.tensors:
+            raise FormatError(f"{self.directory}: tensor {name!r} is neither a layer nor in {RESIDUAL_NAME}")
+        entry = self.residual_shard.entry(name)
+        if entry.dtype not in ("F32", "BF16", "F16"):
+            raise FormatError(f"{self.residual_shard.path}: {name}: expected F32, BF16 or F16, found {entry.dtype}")
+        data = values(entry, str(self.residual_shard.path))
+        return DenseTensor(data.astype(np.float32) if entry.dtype == "F16" else data)
+
+    def table(self, ref: TableRef) -> Codebook:
+        """The table that a layer refers to, read and checked once. Raises FormatError where it is missing or altered."""
+        if ref not in self._pool:
+            name = table_name(ref.sha256)
+            if name not in self._tables:
+                raise FormatError(f"{self.directory}: table {name} is missing, and a layer needs it; bake again")
+            shard = self._tables[name]
+            self._pool[ref] = read_table(shard.entry(name), ref, str(shard.path))
+        return self._pool[ref]
+
+    def close(self) -> None:
+        """Let go of the mappings; arrays already handed out stay valid."""
+        for shard in (*self.shards, self.residual_shard):
+            shard.close()
+
+    def __enter__(self) -> Artifact:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def _where(self, key: str) -> str:
+        return str(next(iter(self._layers[key].values())).path)
+
+    def _check_residual(self) -> None:
+        """A tensor in both places would be read from one and silently ignored in the other (upstream drops such biases)."""
+        for name in self.residual_names():
+            split = split_name(name)
+            if split is not None and split[0] in self._layers:
+                raise FormatError(f"{self.residual_shard.path}: {name} belongs to layer {split[0]} of the shards")
+
+
+def open_artifact(path: Path) -> Artifact:
+    """Open the artifact at `path`: its directory, one of its `.uqff` shards, or its report. See `Artifact`."""
+    return Artifact(Path(path))
+
+
+def _index(shards: tuple[Shard, ...]) -> tuple[dict[str, dict[str, Shard]], dict[str, Shard]]:
+    """(layer key → entry name → shard, table entry name → shard). Every entry must be somebody's, once."""
+    layers: dict[str, dict[str, Shard]] = {}
+    tables: dict[str, Shard] = {}
+    for shard in shards:
+        for name in shard.header.tensors:
+            if name in _VERSION_NAMES:
+                continue
+            split = split_name(name)
+            if _TABLE_ENTRY.fullmatch(name):
+                owner = tables
+            elif split is not None:
+                owner = layers.setdefault(split[0], {})
+            else:
+                raise FormatError(f"{shard.path}: entry {name!r} belongs to no layer and no table; it may need a newer arctool")
+            if name in owner:
+                raise FormatError(f"{shard.path}: entry {name} occurs in {owner[name].path.name} too; a tensor has one place")
+            owner[name] = shard
+    for key, names in layers.items():
+        check_key(key)
+        if f"{key}.weight.format" not in names:
+            place = next(iter(names.items()))
+            raise FormatError(f"{place[1].path}: {place[0]} belongs to layer {key}, which has no {key}.weight.format")
+    return layers, tables
+
+
+def _read_version(shards: tuple[Shard, ...]) -> tuple[int, int, int]:
+    """major, minor, patch: in any shard, equal where repeated. Raises FormatError with newer or older in it."""
+    found: dict[str, tuple[int, Path]] = {}
+    for shard in shards:
+        for name in _VERSION_NAMES:
+            if name in shard.header.tensors:
+                value = int(expect(shard.entry(name), "U32", (), str(shard.path)))
+                if found.setdefault(name, (value, shard.path))[0] != value:
+                    first, path = found[name]
+                    raise FormatError(f"{shard.path}: {name} is {value}, {path.name} says {first}; the shards do not match")
+    for name in _VERSION_NAMES:
+        if name not in found:
+            raise FormatError(f"{shards[0].path}: {name} is missing: older than UQFF 1.0, or no UQFF; make it again")
+    major, minor, patch = (found[name][0] for name in _VERSION_NAMES)
+    ours = ".".join(map(str, UQFF_VERSION))
+    if (major, minor) > UQFF_VERSION[:2] or major != UQFF_VERSION[0]:
+        age = "newer" if (major, minor) > UQFF_VERSION[:2] else "older"
+        raise FormatError(f"{shards[0].path}: UQFF {major}.{minor}.{patch} is {age} than this version reads (1.0 to {ours})")
+    return major, minor, patch

@@ -1,0 +1,56 @@
+"""One safetensors file on disk: mapped, lazily read, never trusted. Knows no layers and no versions."""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import os
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from arctool.errors import FormatError, StorageError
+from arctool.uqff.entries import Entry
+from arctool.uqff.files import storage_errors
+from arctool.uqff.header import Header, parse_header
+
+
+class Shard:
+    """An open safetensors file. Arrays handed out are read-only views of the mapping and stay valid after `close`."""
+
+    def __init__(self, path: Path) -> None:
+        """Map `path` and check its header; no tensor is read. Raises StorageError, FormatError."""
+        self.path: Final = path
+        with storage_errors(path, "read"), path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if size == 0:
+                raise FormatError(f"{path}: the file is empty")
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        self.header: Final[Header] = parse_header(memoryview(mapped), str(path))
+        self._bytes: NDArray[np.uint8] | None = np.frombuffer(mapped, np.uint8)
+
+    @property
+    def size(self) -> int:
+        """Bytes of the file."""
+        return self._mapped().nbytes
+
+    def entry(self, name: str) -> Entry:
+        """The tensor `name`, which the header must have (KeyError otherwise)."""
+        info = self.header.tensors[name]
+        start = self.header.data_start
+        return Entry(name, info.dtype, info.shape, self._mapped()[start + info.begin : start + info.end])
+
+    def header_sha256(self) -> str:
+        """SHA-256 (hex) of everything before the data."""
+        return hashlib.sha256(self._mapped()[: self.header.data_start].data).hexdigest()
+
+    def close(self) -> None:
+        """Let go of the mapping; it ends with the last array that views it."""
+        self._bytes = None
+
+    def _mapped(self) -> NDArray[np.uint8]:
+        if self._bytes is None:
+            raise StorageError(f"{self.path}: the artifact is closed")
+        return self._bytes

@@ -1,0 +1,284 @@
+"""`verify`: can this artifact be trusted? Four questions, each answered with counts and the first differences (DESIGN §6).
+
+Is the container sound; does every implementation decode to the oracle's bits; are the tables the ones that ship; how far is each
+layer from its source. Nothing is printed; an artifact that fails is a report, not an exception. Memory holds one block of rows
+(question 2) or one layer (question 4) at a time. The room knows no kernels: implementations are handed in.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Final, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from arctool.errors import ArctoolError, FormatError, UsageError
+from arctool.quant.codebooks import SHIPPED_TABLES, Codebook, ShippedTable
+from arctool.quant.tensor import TrellisTensor, Weight
+from arctool.quant.trellis import Geometry
+from arctool.uqff.answers import Answer, Coverage, LayerError, Tally, VerifyReport
+from arctool.uqff.reader import Artifact, open_artifact
+from arctool.uqff.soundness import check_container
+
+BLOCK_WEIGHTS: Final = 1 << 20
+"""Weights that the oracle and an implementation decode at a time; the oracle needs some tens of bytes for each."""
+
+SUM2_SHA256: Final[Mapping[str, str]] = {
+    "K4V2L16": "9104e959638fb7e7a0c6cba91b4b98be5dc712a8b941eba3ad6280c3c0cc4605",
+    "K6V2L16": "9104e959638fb7e7a0c6cba91b4b98be5dc712a8b941eba3ad6280c3c0cc4605",
+    "K8V2L16": "9104e959638fb7e7a0c6cba91b4b98be5dc712a8b941eba3ad6280c3c0cc4605",
+}
+"""Of the little-endian f32 [65536, 2] that `sum2` computes for each geometry. Section 2 carries no digest, so this is what
+notices a machine, or a release, that computes something else."""
+
+LOSS_FACTOR: Final = 4.0
+"""A layer may have this much of its rate's limit 2^(−2·bits) as error: more is the loss of a whole bit, so a wrong layer."""
+
+DENSE_ERROR: Final = 2.0**-16
+"""Relative error allowed to a tensor stored as bf16 or f32: rounding to 8 significant bits stays below 2^-18."""
+
+QUESTIONS: Final = ("container", "implementations", "tables", "source")
+
+Progress = Callable[[str, int, int], None]
+"""Called as (question, done, total)."""
+
+Regenerate = Callable[[str], NDArray | None]
+"""The table of a geometry's name, made anew from its recipe as f32 or bf16 bits [2^l, v]; None where that takes too long."""
+
+
+class Decoder(Protocol):
+    """One implementation of the trellis decode on this machine."""
+
+    @property
+    def name(self) -> str: ...
+
+    def accepts(self, weight: TrellisTensor) -> bool:
+        """Whether this implementation would serve `weight`; asked once a layer."""
+        ...
+
+    def decode(self, weight: TrellisTensor) -> NDArray[np.float32]:
+        """f32 [rows, in] in the rotated basis. `weight` is a block of a layer's rows, its rotation left out."""
+        ...
+
+
+class Source(Protocol):
+    """What the artifact was made from, by module path: a checkpoint."""
+
+    def weight(self, key: str) -> Weight: ...
+
+    def bias(self, key: str) -> NDArray[np.float32] | None: ...
+
+
+def verify(
+    path: Path,
+    *,
+    source: Source | None = None,
+    implementations: Iterable[Decoder] = (),
+    tables: Regenerate | None = None,
+    expected: Mapping[str, tuple[int, ...]] | None = None,
+    progress: Progress | None = None,
+    shipped: Mapping[str, ShippedTable] = SHIPPED_TABLES,
+) -> VerifyReport:
+    """Ask the four questions of the artifact at `path` and report.
+
+    `expected`: shapes of the model's tensors by full name or module path. `tables`: remakes a shipped table where that is cheap.
+    Raises StorageError or UsageError only where `path` is no artifact to be asked.
+    """
+    container = Tally("container")
+    try:
+        artifact = open_artifact(path)
+    except FormatError as error:
+        container.fail(str(error))
+        rest = [_not_reached(question) for question in QUESTIONS[1:]]
+        return VerifyReport(str(path), container.answer(), rest[0], rest[1], rest[2])
+    with artifact:
+        keys = check_container(artifact, expected, container, _stepper(progress, "container", len(artifact.keys())))
+        trellis = [key for key in keys if isinstance(artifact.weight(key), TrellisTensor)]
+        compared, coverage = _check_implementations(artifact, trellis, tuple(implementations), progress)
+        known = _check_tables(artifact, trellis, shipped, tables)
+        against, errors = _check_source(artifact, keys, source, progress)
+    return VerifyReport(str(path), container.answer(), compared, known, against, coverage, errors)
+
+
+def _not_reached(question: str) -> Answer:
+    tally = Tally(question)
+    tally.note("not asked: the container could not be opened")
+    return tally.answer(asked=False)
+
+
+def _stepper(progress: Progress | None, question: str, total: int) -> Callable[[], None]:
+    done = 0
+
+    def step() -> None:
+        nonlocal done
+        done += 1
+        if progress is not None:
+            progress(question, done, total)
+
+    return step
+
+
+def _check_implementations(
+    artifact: Artifact, keys: list[str], decoders: tuple[Decoder, ...], progress: Progress | None
+) -> tuple[Answer, tuple[Coverage, ...]]:
+    """Every trellis tensor, by every implementation that accepts it, against the oracle, bit for bit."""
+    tally = Tally("implementations")
+    if len({decoder.name for decoder in decoders}) != len(decoders):
+        raise UsageError(f"implementations need different names, found {', '.join(decoder.name for decoder in decoders)}")
+    step = _stepper(progress, "implementations", len(keys))
+    totals = {decoder.name: Coverage(decoder.name, 0, 0, 0) for decoder in decoders}
+    for key in keys:
+        weight = _trellis(artifact, key)
+        takers = [decoder for decoder in decoders if decoder.accepts(weight)]
+        if not takers:
+            tally.fail(f"{key}: no implementation accepts {weight.label} {list(weight.shape)}, so nothing was compared")
+        for decoder, differing in _compare_layer(key, weight, takers, tally).items():
+            seen = totals[decoder]
+            size = weight.shape[0] * weight.shape[1]
+            totals[decoder] = Coverage(decoder, seen.tensors + 1, seen.weights + size, seen.differing + differing)
+        tally.count("tensors compared", int(bool(takers)))
+        step()
+    tally.count("trellis tensors", len(keys))
+    for coverage in totals.values():
+        tally.count(f"weights by {coverage.implementation}", coverage.weights)
+    return tally.answer(), tuple(totals.values())
+
+
+def _trellis(artifact: Artifact, key: str) -> TrellisTensor:
+    """A layer that is known to be a trellis; the container was checked before."""
+    weight = artifact.weight(key)
+    if not isinstance(weight, TrellisTensor):
+        raise FormatError(f"{key}: changed from a trellis to {weight.label} while it was verified")
+    return weight
+
+
+def _compare_layer(key: str, weight: TrellisTensor, decoders: list[Decoder], tally: Tally) -> dict[str, int]:
+    """Differing weights by implementation; the first difference of each goes into `tally`."""
+    differing = {decoder.name: 0 for decoder in decoders}
+    rows = max(1, BLOCK_WEIGHTS // weight.in_features)
+    for start in range(0, weight.shape[0] if decoders else 0, rows):
+        block = replace(weight, packed=weight.packed[start : start + rows], scales=weight.scales[start : start + rows], rotation=None)
+        oracle = block.decode()
+        for decoder in decoders:
+            first, count = _difference(decoder, block, oracle)
+            if count and not differing[decoder.name]:
+                tally.fail(f"{key}: {decoder.name}: {first} (rows counted from {start})")
+            differing[decoder.name] += count
+    return differing
+
+
+def _difference(decoder: Decoder, block: TrellisTensor, oracle: NDArray[np.float32]) -> tuple[str, int]:
+    """(first difference in words, number of differing weights) of one block."""
+    try:
+        found = np.asarray(decoder.decode(block))
+    except Exception as error:  # whatever a broken implementation throws is its answer, and the others must still be heard
+        return f"raised {type(error).__name__}: {error}", oracle.size
+    if found.dtype != np.float32 or found.shape != oracle.shape:
+        return f"gave {found.dtype} {list(found.shape)}, expected float32 {list(oracle.shape)}", oracle.size
+    wrong = np.ascontiguousarray(found).view(np.uint32) != oracle.view(np.uint32)
+    count = int(np.count_nonzero(wrong))
+    if not count:
+        return "", 0
+    row, column = (int(index) for index in np.unravel_index(int(np.argmax(wrong)), wrong.shape))
+    left, right = oracle[row, column], found[row, column]
+    bits = f"{int(left.view(np.uint32)):08x}", f"{int(right.view(np.uint32)):08x}"
+    return f"row {row}, column {column}: expected {left!s} (0x{bits[0]}), found {right!s} (0x{bits[1]})", count
+
+
+def _check_tables(artifact: Artifact, keys: list[str], shipped: Mapping[str, ShippedTable], regenerate: Regenerate | None) -> Answer:
+    """Every table of the artifact is the one that ships for its geometry, and sum2 computes what it always did."""
+    tally = Tally("tables")
+    seen: dict[tuple[str, str], str] = {}
+    for key in keys:
+        weight = _trellis(artifact, key)
+        tally.count("layers with sum2" if weight.codebook.kind == "sum2" else "layers with a table")
+        ident = (weight.geometry.name, weight.codebook.kind if weight.codebook.kind == "sum2" else weight.codebook.digest)
+        if ident not in seen:
+            seen[ident] = key
+            tally.count("tables")
+            _check_table(key, weight.geometry, weight.codebook, shipped, regenerate, tally)
+    return tally.answer()
+
+
+def _check_table(
+    key: str,
+    geometry: Geometry,
+    codebook: Codebook,
+    shipped: Mapping[str, ShippedTable],
+    regenerate: Regenerate | None,
+    tally: Tally,
+) -> None:
+    if codebook.kind == "sum2":
+        found, pinned = _digest(codebook.values(geometry)), SUM2_SHA256.get(geometry.name, "nothing")
+        if found != pinned:
+            tally.fail(f"{key}: sum2 computes SHA-256 {found} for {geometry.name}, expected {pinned}")
+        return
+    name = geometry.name
+    if name not in shipped:
+        tally.fail(f"{key}: no table ships for {name}; the artifact brings its own, SHA-256 {codebook.digest}")
+    elif codebook.digest != shipped[name].sha256:
+        tally.fail(f"{key}: table SHA-256 {codebook.digest} is not the {shipped[name].sha256} that ships for {name}")
+    remade = regenerate(name) if regenerate is not None else None
+    if remade is None:
+        tally.note(f"{name}: table not regenerated, compared by digest only")
+        return
+    tally.count("tables regenerated")
+    if _digest(remade) != codebook.digest:
+        tally.fail(f"{key}: the recipe of {name} gives SHA-256 {_digest(remade)}, the table has {codebook.digest}")
+
+
+def _digest(table: NDArray) -> str:
+    return hashlib.sha256(np.ascontiguousarray(table).astype(table.dtype.newbyteorder("<")).tobytes()).hexdigest()
+
+
+def _check_source(
+    artifact: Artifact, keys: list[str], source: Source | None, progress: Progress | None
+) -> tuple[Answer, tuple[LayerError, ...]]:
+    """How far every layer, bias and residual weight is from the source."""
+    tally = Tally("source")
+    if source is None:
+        return tally.answer(asked=False), ()
+    names = keys + [name.removesuffix(".weight") for name in artifact.residual_names() if name.endswith(".weight")]
+    step = _stepper(progress, "source", len(names))
+    errors = []
+    for key in names:
+        try:
+            errors.append(_layer_error(key, artifact.weight(key), source.weight(key)))
+            _check_bias(key, artifact.bias(key), source.bias(key), tally)
+        except ArctoolError as error:
+            tally.fail(f"{key}: {error}")
+        else:
+            _judge(errors[-1], tally)
+        tally.count("tensors compared")
+        step()
+    return tally.answer(), tuple(errors)
+
+
+def _layer_error(key: str, stored: Weight, original: Weight) -> LayerError:
+    if stored.shape != original.shape:
+        raise FormatError(f"stored as {list(stored.shape)}, the source has {list(original.shape)}")
+    want = original.dense().astype(np.float64)
+    gap = float(np.square(stored.dense() - want).sum())
+    power = float(np.square(want).sum())
+    relative = gap / power if power else (0.0 if gap == 0 else float("inf"))
+    limit = 2.0 ** (-2 * stored.geometry.bits_per_weight) if isinstance(stored, TrellisTensor) else None
+    return LayerError(key, stored.label, relative, limit)
+
+
+def _judge(error: LayerError, tally: Tally) -> None:
+    bound = DENSE_ERROR if error.limit is None else LOSS_FACTOR * error.limit
+    if not error.relative_error <= bound:
+        tally.fail(f"{error.key}: relative error {error.relative_error:.4g} of {error.label}, at most {bound:.4g} is plausible")
+
+
+def _check_bias(key: str, stored: NDArray[np.float32] | None, original: NDArray[np.float32] | None, tally: Tally) -> None:
+    if (stored is None) != (original is None):
+        tally.fail(f"{key}: the {'artifact' if original is None else 'source'} has a bias, the other has not")
+    elif stored is not None and original is not None:
+        tally.count("biases compared")
+        if not np.array_equal(stored, original):
+            tally.fail(f"{key}: the bias is not the source's")
