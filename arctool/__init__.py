@@ -1,3 +1,29 @@
-"""arctool: bake a checkpoint to a 2-4 bit trellis artifact, prove it bit by bit, and run it."""
+"""arctool: bake a checkpoint to a 2-4 bit trellis artifact, prove it bit by bit, and run it.
+
+    from arctool import LLM, SamplingParams
+
+    llm = LLM("SmolLM2-135M-Instruct-qtip4")
+    print(llm.chat([{"role": "user", "content": "What is the capital of France?"}], SamplingParams(temperature=0)).text)
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from arctool.run.llm import LLM
+    from arctool.run.sampling_params import SamplingParams
 
 __version__ = "0.1.0"
+__all__ = ["LLM", "SamplingParams", "__version__"]
+
+_PUBLIC = {"LLM": "arctool.run.llm", "SamplingParams": "arctool.run.sampling_params"}
+
+
+def __getattr__(name: str) -> Any:
+    """Import the public names when they are asked for: torch takes seconds, and `arctool --help` must not wait for it."""
+    if name in _PUBLIC:
+        from importlib import import_module
+
+        return getattr(import_module(_PUBLIC[name]), name)
+    raise AttributeError(f"module 'arctool' has no attribute {name!r}")

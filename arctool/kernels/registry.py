@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
@@ -20,7 +21,6 @@ from arctool.kernels.policy import TokenClass, choose_linear
 from arctool.kernels.prepared import Prepared, prepare_dense, prepare_trellis
 from arctool.quant.codebooks import RUNGS
 from arctool.quant.tensor import DenseTensor, TrellisTensor, Weight
-from arctool.quant.trellis import Geometry
 
 __all__ = ["Implementation", "Prepared", "Registry", "TokenClass", "default_registry"]
 
@@ -137,19 +137,19 @@ class Registry:
         kernel(weight.packed, prepared.table, weight.scales, dense)
 
 
-def shipped_geometries() -> tuple[Geometry, ...]:
-    """Every geometry that a rung uses, each once."""
-    return tuple(dict.fromkeys(rung.geometry for rung in RUNGS.values()))
+def geometries_of(kind: Literal["sum2", "table"]) -> str:
+    """Names of the geometries of all rungs with that kind of codebook, each once."""
+    found = (rung.geometry.name for rung in RUNGS.values() if (rung.codebook_name == "sum2") == (kind == "sum2"))
+    return ", ".join(dict.fromkeys(found))
 
 
 def default_registry() -> Registry:
     """The CPU kernels, and what this machine lacks for others."""
-    geometries = ", ".join(geometry.name for geometry in shipped_geometries())
     triton = "" if torch.cuda.is_available() else "no CUDA device; Triton kernels come with the GPU engine"
     return Registry(
         (
-            Implementation("cpu.fused.trellis-table", "linear", "numba", f"table codebooks of {geometries}; generated tokens"),
-            Implementation("cpu.fused.trellis-sum2", "linear", "numba", "sum2 codebooks; generated tokens"),
+            Implementation("cpu.fused.trellis-table", "linear", "numba", f"tables: {geometries_of('table')}; generated tokens"),
+            Implementation("cpu.fused.trellis-sum2", "linear", "numba", f"sum2: {geometries_of('sum2')}; generated tokens"),
             Implementation("cpu.fused.dense-bf16", "linear", "numba", "bf16 rows; generated tokens"),
             Implementation("cpu.fused.dense-f32", "linear", "numba", "f32 rows; generated tokens"),
             Implementation("cpu.tiles", "linear", "numba + torch", "every weight; prompt tokens, 64 rows a product"),

@@ -21,13 +21,16 @@ from arctool.quant.trellis import Geometry
 
 TableDtype = Literal["f32", "bf16"]
 
-SUM2_CONSTANTS: dict[int, tuple[tuple[int, int], tuple[int, int]]] = {
+Sum2Constants = tuple[tuple[int, int], tuple[int, int]]
+"""(multiplier, increment) of both hashes of `sum2`."""
+
+SUM2_CONSTANTS: dict[int, Sum2Constants] = {
     4: ((0xCBAC1FED, 0), (0x83DCD12D, 0)),
     6: ((0xCBAC1FED, 0), (0x83DCD12D, 0)),
     8: ((0xCBAC1FED, 0), (0x83DCD12D, 0)),
 }
-"""(multiplier, increment) of both hashes by K. The least error of some thousand random pairs on Gaussian rows, for each K by itself:
-which pairs spread a node's 2^K branches well depends on K (docs/formats.md)."""
+"""By K. The least error of some thousand random pairs on Gaussian rows, for each K by itself:
+which pairs spread a node's 2^K branches well depends on K (`bake/sum2_search.py` finds them)."""
 
 SUM2_CENTRE = 510
 """Mean of the sum of four uniform bytes, 4 · 255 / 2."""
@@ -84,9 +87,14 @@ class Codebook:
 def sum2_values(geometry: Geometry) -> NDArray[np.float32]:
     """f32 [65536, 2]: for both hashes, (sum of the bytes of state · multiplier + increment mod 2^32, less 510) · step, one f32 rounding."""
     check_sum2(geometry, "sum2")
-    state = np.arange(geometry.states, dtype=np.uint32)
+    return sum2_values_of(SUM2_CONSTANTS[geometry.k])
+
+
+def sum2_values_of(constants: Sum2Constants) -> NDArray[np.float32]:
+    """`sum2_values` for given constants."""
+    state = np.arange(1 << 16, dtype=np.uint32)
     columns = []
-    for multiplier, increment in SUM2_CONSTANTS[geometry.k]:
+    for multiplier, increment in constants:
         hashed = state * np.uint32(multiplier) + np.uint32(increment)
         octets = ((hashed[:, None] >> np.arange(0, 32, 8, dtype=np.uint32)) & np.uint32(255)).astype(np.int32)
         columns.append((octets.sum(axis=1) - SUM2_CENTRE).astype(np.float32) * SUM2_STEP)

@@ -1,0 +1,189 @@
+"""Every CPU kernel against the numpy oracle, bit for bit: random and adversarial streams, every rung, every width up to several hundred."""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from arctool.kernels.cpu.ir import dot_oracle
+from arctool.kernels.registry import Registry, TokenClass, default_registry
+from arctool.quant.codebooks import RUNGS, Rung
+from arctool.quant.hadamard import Rotation
+from arctool.quant.tensor import DenseTensor, TrellisTensor
+from arctool.quant.trellis import pack_symbols
+
+RUNG_LIST = list(RUNGS.values())
+
+
+def tensor_of(symbols: NDArray[np.integer], rung: Rung, scales: NDArray[np.float32] | None = None, rotated: bool = False) -> TrellisTensor:
+    rows, steps = symbols.shape
+    in_features = steps * rung.geometry.v
+    rotation = Rotation.seeded(0, "layer", rows, in_features) if rotated else None
+    if scales is None:
+        scales = np.linspace(0.5, 1.5, rows, dtype=np.float32)
+    return TrellisTensor(rung.geometry, rung.codebook(), in_features, pack_symbols(symbols, rung.geometry), scales, rotation)
+
+
+def random_tensor(rung: Rung, rows: int, steps: int, seed: int = 0, rotated: bool = False) -> TrellisTensor:
+    symbols = np.random.default_rng(seed).integers(0, 1 << rung.geometry.k, (rows, steps))
+    return tensor_of(symbols, rung, rotated=rotated)
+
+
+@pytest.fixture(scope="module")
+def registry() -> Registry:
+    return default_registry()
+
+
+@pytest.mark.parametrize("rung", RUNG_LIST, ids=lambda r: r.name)
+def test_decoding_is_exact_at_every_width_from_one_step_up(rung: Rung, registry: Registry) -> None:
+    for steps in range(1, 640 // rung.geometry.v):
+        tensor = random_tensor(rung, 3, steps, seed=steps)
+        np.testing.assert_array_equal(registry.decode(tensor), tensor.decode(), err_msg=f"{steps} steps")
+
+
+@pytest.mark.parametrize("rung", RUNG_LIST, ids=lambda r: r.name)
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_decoding_is_exact_on_any_stream(rung: Rung, data: st.DataObject) -> None:
+    steps = data.draw(st.integers(1, 70))
+    top = (1 << rung.geometry.k) - 1
+    symbol = st.one_of(st.integers(0, top), st.sampled_from([0, 1, top, top - 1, (top + 1) >> 1]))
+    symbols = data.draw(st.lists(st.lists(symbol, min_size=steps, max_size=steps), min_size=1, max_size=3))
+    scale = st.floats(-(2.0**20), 2.0**20, width=32, allow_nan=False)
+    scales = np.array(data.draw(st.lists(scale, min_size=len(symbols), max_size=len(symbols))), np.float32)
+    tensor = tensor_of(np.array(symbols), rung, scales)
+    np.testing.assert_array_equal(default_registry().decode(tensor).view(np.uint32), tensor.decode().view(np.uint32))
+
+
+@pytest.mark.parametrize("rung", RUNG_LIST, ids=lambda r: r.name)
+@pytest.mark.parametrize("pattern", ["zeros", "ones", "alternating", "one-hot-first", "one-hot-last"])
+def test_decoding_is_exact_on_adversarial_streams(rung: Rung, pattern: str, registry: Registry) -> None:
+    top, steps = (1 << rung.geometry.k) - 1, 65
+    symbols = np.zeros((17, steps), np.int64)
+    if pattern == "ones":
+        symbols[:] = top
+    elif pattern == "alternating":
+        symbols[:, ::2] = top
+    elif pattern == "one-hot-first":
+        symbols[:, 0] = np.arange(17) % (top + 1)
+    elif pattern == "one-hot-last":
+        symbols[:, -1] = np.arange(17) % (top + 1)
+    tensor = tensor_of(symbols, rung)
+    np.testing.assert_array_equal(registry.decode(tensor), tensor.decode())
+
+
+def test_every_state_of_every_codebook_is_reached_and_decoded(registry: Registry) -> None:
+    for rung in RUNG_LIST:
+        g = rung.geometry
+        wanted = np.arange(g.states)
+        steps = -(-g.l // g.k)
+        # A stream of `steps` symbols that ends in state s: the bits of s from the top down, padded below with zeros.
+        bits = wanted.astype(np.int64) << (steps * g.k - g.l)
+        symbols = np.stack([(bits >> (g.k * t)) & ((1 << g.k) - 1) for t in range(steps)], axis=1)
+        tensor = tensor_of(symbols, rung, np.ones(g.states, np.float32))
+        last = registry.decode(tensor)[:, -g.v :]
+        np.testing.assert_array_equal(last, rung.codebook().values(g))
+
+
+@pytest.mark.parametrize("rung", RUNG_LIST, ids=lambda r: r.name)
+@pytest.mark.parametrize("tokens", [1, 2, 5])
+def test_the_fused_product_is_the_oracle_dot_of_codebook_values_times_the_scale(rung: Rung, tokens: int, registry: Registry) -> None:
+    for steps in (1, 4, 15, 37):
+        tensor = random_tensor(rung, 19, steps, seed=steps)
+        x = np.random.default_rng(1).standard_normal((tokens, tensor.in_features)).astype(np.float32)
+        unscaled = TrellisTensor(
+            tensor.geometry, tensor.codebook, tensor.in_features, tensor.packed, np.ones(19, np.float32), None
+        ).decode()
+        expected = np.stack([dot_oracle(unscaled, row) * tensor.scales for row in x])
+        got = registry.linear(torch.from_numpy(x), registry.prepare(tensor), TokenClass.DECODE).numpy()
+        np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.parametrize("rung", RUNG_LIST, ids=lambda r: r.name)
+@pytest.mark.parametrize("token_class", list(TokenClass))
+def test_a_rotated_product_stays_within_the_bound_of_f32_accumulation(rung: Rung, token_class: TokenClass, registry: Registry) -> None:
+    tensor = random_tensor(rung, 48, 144 // rung.geometry.v, rotated=True)
+    x = np.random.default_rng(2).standard_normal((3, tensor.in_features)).astype(np.float32)
+    assert tensor.rotation is not None
+    got = registry.linear(torch.from_numpy(x), registry.prepare(tensor), token_class).numpy()
+    inner = tensor.rotation.rotate_input(x).astype(np.float64)
+    weights = tensor.decode().astype(np.float64)
+    expected = tensor.rotation.restore_output((inner @ weights.T).astype(np.float32)).astype(np.float64)
+    # n products and n additions in any order: relative error at most n·2^-24 of the sum of magnitudes (Higham, §3.1), then the
+    # output transform adds log2(16) + 1 roundings and mixes 16 outputs with weight 1/4 each: a factor of 4 on the largest.
+    magnitude = (np.abs(inner) @ np.abs(weights).T).max()
+    bound = 4 * (tensor.in_features + 6) * 2.0**-24 * magnitude
+    assert np.abs(got - expected).max() <= bound
+
+
+@pytest.mark.parametrize("kind", ["bf16", "f32"])
+@pytest.mark.parametrize("in_features", [1, 15, 16, 17, 100])
+def test_dense_fused_products_are_the_oracle_dot(kind: str, in_features: int, registry: Registry) -> None:
+    generator = np.random.default_rng(3)
+    if kind == "bf16":
+        weight = DenseTensor((generator.standard_normal((37, in_features)).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16))
+    else:
+        weight = DenseTensor(generator.standard_normal((37, in_features)).astype(np.float32))
+    x = generator.standard_normal((2, in_features)).astype(np.float32)
+    expected = np.stack([dot_oracle(weight.dense(), row) for row in x])
+    got = registry.linear(torch.from_numpy(x), registry.prepare(weight), TokenClass.DECODE).numpy()
+    np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.parametrize("token_class", list(TokenClass))
+def test_a_tokens_result_does_not_depend_on_its_neighbours(token_class: TokenClass, registry: Registry) -> None:
+    tensor = registry.prepare(random_tensor(RUNGS["qtip2-v4"], 192, 144, rotated=True))
+    x = np.random.default_rng(4).standard_normal((130, 576)).astype(np.float32)
+    alone = np.concatenate([registry.linear(torch.from_numpy(x[i : i + 1]), tensor, token_class).numpy() for i in range(130)])
+    together = registry.linear(torch.from_numpy(x), tensor, token_class).numpy()
+    assert len(np.unique(alone)) > 1000
+    np.testing.assert_array_equal(alone, together)
+
+
+def test_the_rotation_kernels_give_the_bits_of_the_definition() -> None:
+    from arctool.kernels.cpu.rotation import restore_output, rotate_input
+
+    for out_features, in_features in [(192, 576), (576, 1536), (7, 48), (130, 2)]:
+        rotation = Rotation.seeded(5, "layer", out_features, in_features)
+        generator = np.random.default_rng(6)
+        x = generator.standard_normal((3, in_features)).astype(np.float32)
+        rotated = np.zeros((3, in_features + 5), np.float32)
+        rotate_input(x, rotation.signs_in.astype(np.float32), rotation.block_in, rotated)
+        np.testing.assert_array_equal(rotated[:, :in_features], rotation.rotate_input(x))
+        assert not rotated[:, in_features:].any()
+        y = generator.standard_normal((3, out_features)).astype(np.float32)
+        restored = y.copy()
+        restore_output(restored, rotation.signs_out.astype(np.float32), rotation.block_out)
+        np.testing.assert_array_equal(restored, rotation.restore_output(y))
+
+
+def test_engagement_counts_what_really_served_each_call() -> None:
+    registry = default_registry()
+    trellis, dense = registry.prepare(random_tensor(RUNGS["qtip2b"], 8, 8)), registry.prepare(DenseTensor(np.ones((8, 16), np.float32)))
+    x = torch.ones((1, 16))
+    registry.linear(x, trellis, TokenClass.DECODE)
+    registry.linear(x, trellis, TokenClass.PREFILL)
+    registry.linear(x, trellis, TokenClass.PREFILL)
+    registry.linear(x, dense, TokenClass.DECODE)
+    registry.embedding(torch.tensor([1, 2]), dense)
+    assert registry.engagement() == {
+        "cpu.fused.trellis-sum2": 1,
+        "cpu.tiles.trellis-sum2": 2,
+        "cpu.fused.dense-f32": 1,
+        "cpu.embedding": 1,
+    }
+
+
+@pytest.mark.parametrize("rung", RUNG_LIST, ids=lambda r: r.name)
+def test_the_decoded_bits_of_this_version_never_change(rung: Rung) -> None:
+    decoded = random_tensor(rung, 4, 64 // rung.geometry.v, seed=7).decode()
+    assert hashlib.sha256(decoded.astype("<f4").tobytes()).hexdigest()[:16] == GOLDEN[rung.name]
+
+
+GOLDEN: dict[str, str] = {}
