@@ -8,11 +8,15 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from arctool.run.llm import LLM
     from arctool.run.sampling_params import SamplingParams
+
+# Before torch is loaded: its OpenMP threads spin for work by default, and on shared cores a token then takes forty times as long.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 __version__ = "0.1.0"
 __all__ = ["LLM", "SamplingParams", "__version__"]

@@ -17,6 +17,7 @@ import pytest
 
 # Before torch is imported: on two cores the default threading is ten times slower than one thread for tiny tensors.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -1,0 +1,1 @@
+"""The engine: a model that runs, sequences that share it, text that comes out. Stands on `quant`, `uqff` and `kernels`."""

@@ -1,0 +1,103 @@
+"""How each architecture reads the fields that the others read differently: windows, biases, head width.
+
+The rules are those of the architecture's configuration and modelling code in transformers. No tensors, no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from arctool.run.fields import Fields, short
+
+# More positions than any real model has; keeps a lying config from asking for the machine's whole memory.
+MAX_POSITIONS = 1 << 26
+
+
+def _full_attention(fields: Fields, layers: int) -> tuple[int | None, ...]:
+    """Llama: every layer sees the whole context. A window in the file would be something we do not know."""
+    if fields.get("sliding_window") is not None:
+        raise fields.error("sliding_window", f"this architecture has none, found {short(fields.get('sliding_window'))}")
+    return _by_layer_types(fields, layers, None) or (None,) * layers
+
+
+def _window_everywhere(fields: Fields, layers: int) -> tuple[int | None, ...]:
+    """Mistral: `sliding_window` holds for all layers; null is no window."""
+    window = _window(fields)
+    return _by_layer_types(fields, layers, window) or (window,) * layers
+
+
+def _window_if_used(fields: Fields, layers: int) -> tuple[int | None, ...]:
+    """Qwen: no window unless `use_sliding_window`, whatever `sliding_window` says; then layers from `max_window_layers` on."""
+    used = fields.flag("use_sliding_window", False)
+    window = _window(fields) if used else None
+    by_type = _by_layer_types(fields, layers, window)
+    if by_type is not None or window is None:
+        return by_type or (None,) * layers
+    first = fields.required("max_window_layers")
+    if isinstance(first, bool) or not isinstance(first, int) or first < 0:
+        raise fields.error("max_window_layers", f"expected an integer of at least 0, found {short(first)}")
+    return tuple(window if layer >= first else None for layer in range(layers))
+
+
+def _window(fields: Fields) -> int | None:
+    value = fields.get("sliding_window")
+    return None if value is None else fields.check_count("sliding_window", value, MAX_POSITIONS)
+
+
+def _by_layer_types(fields: Fields, layers: int, window: int | None) -> tuple[int | None, ...] | None:
+    """Windows by `layer_types`, or None if the config has no such list."""
+    kinds = fields.get("layer_types")
+    if kinds is None:
+        return None
+    if not isinstance(kinds, list | tuple) or len(kinds) != layers:
+        found = len(kinds) if isinstance(kinds, list | tuple) else short(kinds)
+        raise fields.error("layer_types", f"expected a list of {layers} layers, found {found}")
+    for kind in kinds:
+        if kind not in ("full_attention", "sliding_attention"):
+            raise fields.error("layer_types", f"expected full_attention or sliding_attention, found {short(kind)}")
+        if kind == "sliding_attention" and window is None:
+            raise fields.error("layer_types", "a layer is sliding_attention, but no sliding_window is in use")
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def _never(field: str) -> Callable[[Fields], bool]:
+    """The architecture's code has no such bias: a file that asks for one describes some other model."""
+
+    def rule(fields: Fields) -> bool:
+        if fields.flag(field, False):
+            raise fields.error(field, "this architecture has no such biases, found true")
+        return False
+
+    return rule
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """One architecture's rules for the fields that the others read differently."""
+
+    attention_bias: Callable[[Fields], bool]
+    mlp_bias: Callable[[Fields], bool]
+    qk_norm: bool
+    windows: Callable[[Fields, int], tuple[int | None, ...]]
+    default_head_dim: int | None = None
+
+
+DIALECTS: Mapping[str, Dialect] = {
+    "LlamaForCausalLM": Dialect(
+        attention_bias=lambda f: f.flag("attention_bias", False),
+        mlp_bias=lambda f: f.flag("mlp_bias", False),
+        qk_norm=False,
+        windows=_full_attention,
+    ),
+    "MistralForCausalLM": Dialect(_never("attention_bias"), _never("mlp_bias"), qk_norm=False, windows=_window_everywhere),
+    # Qwen2 always has biases on q, k and v (never on o), and no field that says so.
+    "Qwen2ForCausalLM": Dialect(lambda _: True, _never("mlp_bias"), qk_norm=False, windows=_window_if_used),
+    "Qwen3ForCausalLM": Dialect(
+        attention_bias=lambda f: f.flag("attention_bias", False),
+        mlp_bias=_never("mlp_bias"),
+        qk_norm=True,
+        windows=_window_if_used,
+        default_head_dim=128,  # Qwen3Config's own default: head_dim never follows from hidden_size there
+    ),
+}

@@ -1,0 +1,1 @@
+"""The paged cache: who owns which block, and where keys and values lie."""

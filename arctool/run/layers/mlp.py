@@ -1,0 +1,32 @@
+"""The gated feed-forward block, SwiGLU (Shazeer, arXiv 2002.05202)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from arctool.run.layers.linear import Linear
+from arctool.run.step import Rows
+
+
+def silu(x: torch.Tensor) -> torch.Tensor:
+    """x · sigmoid(x), elementwise.
+
+    Spelled out because torch's own `silu` has a vector body and a scalar tail that differ in the last bit, which would make a
+    row depend on its place in the batch; `exp` alone does not.
+    """
+    return x / torch.exp(-x).add_(1.0)
+
+
+@dataclass(frozen=True)
+class SwiGLU:
+    """down(silu(gate(x)) · up(x))."""
+
+    gate: Linear
+    up: Linear
+    down: Linear
+
+    def __call__(self, x: torch.Tensor, rows: Rows) -> torch.Tensor:
+        """x: f32 [tokens, hidden] → f32 [tokens, hidden]."""
+        return self.down(silu(self.gate(x, rows)) * self.up(x, rows), rows)

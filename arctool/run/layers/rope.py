@@ -1,0 +1,66 @@
+"""Rotary position embedding (RoFormer, arXiv 2104.09864) in the half-split layout of Hugging Face checkpoints."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from arctool.run.rope_config import RopeConfig
+
+# Tables grow in blocks of fixed shape, so that an entry does not depend on how long the table is.
+TABLE_BLOCK = 1024
+
+
+def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
+    """f32 [head_dim / 2]: theta^(−2i/head_dim), after the config's scaling."""
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    frequencies = 1.0 / (rope.theta**exponents)
+    if rope.scaling is None:
+        return frequencies
+    if rope.scaling["rope_type"] == "linear":
+        return frequencies / rope.scaling["factor"]
+    return _llama3(frequencies, rope.scaling)
+
+
+def _llama3(frequencies: torch.Tensor, scaling: Mapping[str, Any]) -> torch.Tensor:
+    """Llama 3.1: long waves are slowed by `factor`, short ones kept, those between blended linearly in context / wavelength."""
+    factor, low, high = scaling["factor"], scaling["low_freq_factor"], scaling["high_freq_factor"]
+    waves_in_context = scaling["original_max_position_embeddings"] * frequencies / (2 * math.pi)
+    kept = ((waves_in_context - low) / (high - low)).clamp(0.0, 1.0)
+    return (1.0 - kept) * frequencies / factor + kept * frequencies
+
+
+class RopeTable:
+    """cos and sin of every position below `length`, f32 [length, head_dim / 2], computed once per model."""
+
+    def __init__(self, rope: RopeConfig, head_dim: int) -> None:
+        self._frequencies = inverse_frequencies(rope, head_dim)
+        self._cos = torch.empty(0, head_dim // 2)
+        self._sin = torch.empty(0, head_dim // 2)
+
+    @property
+    def length(self) -> int:
+        return self._cos.shape[0]
+
+    def reserve(self, length: int) -> None:
+        """Make positions below `length` available; a runner calls it once with the longest context that it serves."""
+        if length <= self.length:
+            return
+        starts = range(self.length, length, TABLE_BLOCK)
+        angles = [torch.arange(s, s + TABLE_BLOCK, dtype=torch.float32)[:, None] * self._frequencies for s in starts]
+        self._cos = torch.cat((self._cos, *(a.cos() for a in angles)))
+        self._sin = torch.cat((self._sin, *(a.sin() for a in angles)))
+
+    def at(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """positions: i64 [tokens] → cos, sin: f32 [tokens, 1, head_dim / 2], ready to broadcast over heads."""
+        return self._cos[positions].unsqueeze(1), self._sin[positions].unsqueeze(1)
+
+
+def rotate(x: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """x: f32 [tokens, heads, head_dim]; dimension i is paired with i + head_dim / 2."""
+    cos, sin = rotation
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)

@@ -1,0 +1,145 @@
+"""`LLM`: a model, its tokenizer and its template behind two verbs, generate and chat. The public door of the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as Ordered
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from arctool.errors import RequestError, SourceError
+from arctool.kernels.registry import Registry, default_registry
+from arctool.quant.tensor import Weight
+from arctool.run.chat import ChatTemplate, Message, load_template
+from arctool.run.config import ModelConfig
+from arctool.run.engine import Completion, Engine, Update
+from arctool.run.kv.cache import plan_cache
+from arctool.run.runner import ModelRunner
+from arctool.run.sampling_params import SamplingParams
+from arctool.run.tokenizer import TOKENIZER_FILE, Tokenizer, json_asset
+from arctool.run.weights import WeightSource, load_model
+from arctool.uqff.container import Artifact, open_artifact
+
+GENERATION_FILE = "generation_config.json"
+
+Prompt = str | Ordered[int]
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """Sizes of the engine. None: the model's whole context, as far as 2 GiB of cache reach (`kv.cache.plan_cache`)."""
+
+    max_model_len: int | None = None
+    max_seqs: int = 1
+    kv_memory: int | None = None
+    block_size: int = 16
+    kv_dtype: str = "f32"
+    prefill_chunk: int = 256
+
+
+class ArtifactSource:
+    """A UQFF artifact as a source of weights."""
+
+    def __init__(self, artifact: Artifact) -> None:
+        self._artifact = artifact
+        self.config = ModelConfig.from_hf(artifact.config_json, "config.json")
+
+    @property
+    def assets(self) -> Mapping[str, bytes]:
+        return self._artifact.assets
+
+    def weight(self, key: str) -> Weight:
+        return self._artifact.weight(key)
+
+    def bias(self, key: str) -> NDArray[np.float32] | None:
+        return self._artifact.bias(key)
+
+
+class LLM:
+    """A model ready to answer. Prompts are text or token ids; one `SamplingParams` serves all prompts, or give one for each.
+
+    `source`: the path of a UQFF artifact, or any WeightSource (an opened checkpoint, say).
+    """
+
+    def __init__(self, source: str | Path | WeightSource, options: EngineOptions | None = None, registry: Registry | None = None) -> None:
+        options = EngineOptions() if options is None else options
+        weights = ArtifactSource(open_artifact(Path(source))) if isinstance(source, str | Path) else source
+        self.config = weights.config
+        self.registry = default_registry() if registry is None else registry
+        self.tokenizer = Tokenizer(weights.assets, self.config.vocab_size) if TOKENIZER_FILE in weights.assets else None
+        self.template: ChatTemplate | None = None
+        if self.tokenizer is not None:
+            self.template = load_template(weights.assets, self.tokenizer.special)
+        self.eos_token_ids = stop_tokens(self.config, weights.assets, self.tokenizer)
+        plan = plan_cache(
+            self.config,
+            max_model_len=options.max_model_len,
+            max_seqs=options.max_seqs,
+            kv_memory=options.kv_memory,
+            block_size=options.block_size,
+            kv_dtype=options.kv_dtype,
+        )
+        self.runner = ModelRunner(load_model(weights, self.registry), plan)
+        self.engine = Engine(
+            self.runner,
+            self.tokenizer,
+            self.eos_token_ids,
+            max_seqs=options.max_seqs,
+            prefill_chunk=options.prefill_chunk,
+        )
+
+    def generate(self, prompts: Ordered[Prompt], params: SamplingParams | Ordered[SamplingParams] | None = None) -> list[Completion]:
+        """Continue every prompt; completions come in the order of `prompts`. Raises RequestError before anything runs."""
+        return self.engine.generate([self.encode(p) for p in prompts], _one_each(params, len(prompts)))
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Update]:
+        """Continue one prompt, yielding every token as it comes; the last update has the completion. Closing it cancels."""
+        return self.engine.stream([self.encode(prompt)], _one_each(params, 1))
+
+    def chat(self, messages: Ordered[Message], params: SamplingParams | None = None, **variables: Any) -> Completion:
+        """The assistant's answer to `messages` ({"role", "content"}, ...). `variables` go to the template."""
+        return self.engine.generate([self.encode_chat(messages, **variables)], _one_each(params, 1))[0]
+
+    def stream_chat(self, messages: Ordered[Message], params: SamplingParams | None = None, **variables: Any) -> Iterator[Update]:
+        """As `chat`, token by token."""
+        return self.engine.stream([self.encode_chat(messages, **variables)], _one_each(params, 1))
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Token ids of a plain prompt, with the special tokens that the tokenizer puts around text."""
+        if not isinstance(prompt, str):
+            return list(prompt)
+        if self.tokenizer is None:
+            raise RequestError(f"prompt: this model came without {TOKENIZER_FILE}; give token ids")
+        return self.tokenizer.encode(prompt, add_special_tokens=True)
+
+    def encode_chat(self, messages: Ordered[Message], **variables: Any) -> list[int]:
+        """Token ids of a conversation, rendered by the model's own template."""
+        if self.tokenizer is None or self.template is None:
+            raise RequestError("messages: this model has no chat template; use plain completion of a prompt instead")
+        return self.tokenizer.encode(self.template.render(messages, **variables), add_special_tokens=False)
+
+
+def stop_tokens(config: ModelConfig, assets: Mapping[str, bytes], tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    """Every token that ends a text: those of config.json, generation_config.json and the tokenizer together.
+
+    Each of the three is incomplete in some published model; a missing one makes a chat run on past its end.
+    """
+    stated = json_asset(assets, GENERATION_FILE).get("eos_token_id")
+    ids = [] if stated is None else stated if isinstance(stated, list) else [stated]
+    for token in ids:
+        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < config.vocab_size:
+            raise SourceError(f"{GENERATION_FILE}: eos_token_id: expected token ids below {config.vocab_size}, found {token!r:.40}")
+    named = () if tokenizer is None else tokenizer.eos_token_ids
+    return tuple(dict.fromkeys((*config.eos_token_ids, *ids, *named)))
+
+
+def _one_each(params: SamplingParams | Ordered[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    if len(params) != count:
+        raise RequestError(f"params: expected one for each of {count} prompts, found {len(params)}")
+    return list(params)

@@ -1,0 +1,61 @@
+"""Llama 2, 3 and relatives such as SmolLM2 (arXiv 2302.13971): RMS norms before attention and SwiGLU, rotary, grouped queries."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from arctool.run.config import ModelConfig
+from arctool.run.layers.attention import Attention
+from arctool.run.layers.mlp import SwiGLU
+from arctool.run.models.decoder import Block, CausalLM, Parts, assemble
+from arctool.run.models.spec import Architecture, TensorSpec, decoder, linear, norm
+
+
+def layer_tensors(c: ModelConfig, at: str, layer: int) -> Iterator[TensorSpec]:
+    """The tensors of one decoder layer; `at` is its module path."""
+    queries, keys = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+    yield norm(f"{at}.input_layernorm", c.hidden_size, layer)
+    yield from linear(f"{at}.self_attn.q_proj", queries, c.hidden_size, layer, c.attention_bias)
+    yield from linear(f"{at}.self_attn.k_proj", keys, c.hidden_size, layer, c.attention_bias)
+    yield from linear(f"{at}.self_attn.v_proj", keys, c.hidden_size, layer, c.attention_bias)
+    yield from linear(f"{at}.self_attn.o_proj", c.hidden_size, queries, layer, c.attention_bias)
+    yield norm(f"{at}.post_attention_layernorm", c.hidden_size, layer)
+    yield from linear(f"{at}.mlp.gate_proj", c.intermediate_size, c.hidden_size, layer, c.mlp_bias)
+    yield from linear(f"{at}.mlp.up_proj", c.intermediate_size, c.hidden_size, layer, c.mlp_bias)
+    yield from linear(f"{at}.mlp.down_proj", c.hidden_size, c.intermediate_size, layer, c.mlp_bias)
+
+
+def block(c: ModelConfig, parts: Parts, layer: int) -> Block:
+    """One decoder layer."""
+    at = f"model.layers.{layer}"
+    return Block(
+        attention_norm=parts.norm(f"{at}.input_layernorm"),
+        attention=Attention(
+            layer=layer,
+            head_dim=c.head_dim,
+            window=c.sliding_windows[layer],
+            q=parts.linear(f"{at}.self_attn.q_proj"),
+            k=parts.linear(f"{at}.self_attn.k_proj"),
+            v=parts.linear(f"{at}.self_attn.v_proj"),
+            o=parts.linear(f"{at}.self_attn.o_proj"),
+        ),
+        mlp_norm=parts.norm(f"{at}.post_attention_layernorm"),
+        mlp=SwiGLU(
+            gate=parts.linear(f"{at}.mlp.gate_proj"),
+            up=parts.linear(f"{at}.mlp.up_proj"),
+            down=parts.linear(f"{at}.mlp.down_proj"),
+        ),
+    )
+
+
+def tensors(c: ModelConfig) -> tuple[TensorSpec, ...]:
+    """Every tensor of a checkpoint."""
+    return decoder(c, layer_tensors)
+
+
+def build(c: ModelConfig, parts: Parts) -> CausalLM:
+    """The model from its parts."""
+    return assemble(c, parts, tuple(block(c, parts, layer) for layer in range(c.num_layers)))
+
+
+LLAMA = Architecture("LlamaForCausalLM", tensors, build)

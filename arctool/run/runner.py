@@ -1,0 +1,43 @@
+"""One step on one device: from planned work to logits. Owns the model and the cache; knows nothing of queues, sampling or text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from arctool.run.kv.cache import CachePlan, KVCache
+from arctool.run.models.decoder import CausalLM
+from arctool.run.scheduler import Work
+from arctool.run.sequence import Sequence
+from arctool.run.step import Span, build_step
+
+
+class ModelRunner:
+    """Runs steps of `model` over a cache of the planned size."""
+
+    def __init__(self, model: CausalLM, cache_plan: CachePlan) -> None:
+        self.model = model
+        self.plan = cache_plan
+        self.cache = KVCache(model.config, cache_plan.num_blocks, cache_plan.block_size, cache_plan.dtype)
+        model.rope.reserve(cache_plan.max_model_len)
+
+    def run(self, work: Iterable[tuple[Sequence, Work]]) -> NDArray[np.float32]:
+        """Logits f32 [emitting work items, vocab], in the order of `work`; the keys and values of its tokens are cached."""
+        return self.run_spans([_span(sequence, item) for sequence, item in work])
+
+    def run_spans(self, spans: list[Span]) -> NDArray[np.float32]:
+        """The same for any spans: logits f32 [their logit tokens, vocab]."""
+        logits: NDArray[np.float32] = self.model(build_step(spans, self.cache.block_size), self.cache).numpy()
+        return logits
+
+
+def _span(sequence: Sequence, work: Work) -> Span:
+    return Span(
+        ids=sequence.tokens(work.first, work.last),
+        position=work.first,
+        blocks=sequence.table.blocks,
+        token_class=work.token_class,
+        logit_tokens=int(work.emits),
+    )

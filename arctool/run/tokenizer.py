@@ -1,0 +1,96 @@
+"""Text to tokens and back, over a `tokenizer.json`. Knows the special tokens of a model; knows nothing of templates or engines."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import tokenizers
+
+from arctool.errors import RequestError, SourceError
+
+TOKENIZER_FILE = "tokenizer.json"
+CONFIG_FILE = "tokenizer_config.json"
+SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class Tokenizer:
+    """A model's tokenizer. `special`: the named special tokens that templates refer to ("bos_token": "<s>", ...)."""
+
+    def __init__(self, assets: Mapping[str, bytes], vocab_size: int) -> None:
+        """`assets`: file name → bytes, with tokenizer.json. Raises SourceError if it is missing, unusable or too large a vocabulary."""
+        if TOKENIZER_FILE not in assets:
+            raise SourceError(f"{TOKENIZER_FILE}: missing; without it only token ids can be generated")
+        self._tokenizer = _parse(assets[TOKENIZER_FILE])
+        self._tokenizer.no_padding()
+        self._tokenizer.no_truncation()
+        ids = self._tokenizer.get_vocab(with_added_tokens=True).values()
+        self.size = max(ids, default=-1) + 1
+        """One more than the highest token id; a model may have more rows, which mean nothing."""
+        if not 0 < self.size <= vocab_size:
+            raise SourceError(f"{TOKENIZER_FILE}: expected 1 to {vocab_size} tokens (vocab_size of config.json), found {self.size}")
+        self.special = _special_tokens(json_asset(assets, CONFIG_FILE))
+        self._hidden = frozenset(i for i, t in self._tokenizer.get_added_tokens_decoder().items() if t.special)
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """`add_special_tokens` for plain text; a rendered chat brings its own, and a second BOS would follow from adding them."""
+        try:
+            return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+        except (UnicodeEncodeError, TypeError) as error:
+            raise RequestError(f"prompt: expected text that is valid Unicode: {error}") from error
+
+    def decode(self, ids: list[int]) -> str:
+        """The text of `ids` without special tokens; ids without a token give nothing."""
+        return str(self._tokenizer.decode(ids, skip_special_tokens=True))
+
+    def token_id(self, token: str) -> int | None:
+        """The id of a token given by its text."""
+        found = self._tokenizer.token_to_id(token)
+        return None if found is None else int(found)
+
+    def is_hidden(self, token: int) -> bool:
+        """Whether a token is special, and so never part of the text."""
+        return token in self._hidden
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """The id of the end token that the tokenizer itself names."""
+        found = self.token_id(self.special["eos_token"]) if "eos_token" in self.special else None
+        return () if found is None else (found,)
+
+
+def json_asset(assets: Mapping[str, bytes], name: str) -> dict[str, Any]:
+    """A JSON object among the assets, {} if the file is not there. Raises SourceError if it is anything else."""
+    if name not in assets:
+        return {}
+    try:
+        value = json.loads(assets[name])
+    except (ValueError, RecursionError) as error:
+        raise SourceError(f"{name}: expected JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise SourceError(f"{name}: expected a JSON object, found a {type(value).__name__}")
+    return value
+
+
+def _parse(data: bytes) -> tokenizers.Tokenizer:
+    try:
+        return tokenizers.Tokenizer.from_str(data.decode("utf-8"))
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # a panic inside the library is not an Exception
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise SourceError(f"{TOKENIZER_FILE}: cannot be read: {reason}") from error
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """Named special tokens; a token is written as its text or as an object with `content`."""
+    found: dict[str, str] = {}
+    for name in SPECIAL_NAMES:
+        value = config.get(name)
+        content = value.get("content") if isinstance(value, Mapping) else value
+        if isinstance(content, str):
+            found[name] = content
+        elif value is not None:
+            raise SourceError(f"{CONFIG_FILE}: {name}: expected a text or an object with content, found {type(value).__name__}")
+    return found

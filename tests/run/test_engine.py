@@ -1,0 +1,269 @@
+"""Many requests, each served as if alone; every ending frees what it held; text and reasons are right."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from tiny_models import DirectorySource, Reference, random_ids
+
+from arctool.errors import RequestError
+from arctool.kernels.registry import Registry
+from arctool.run.engine import Completion, Engine, FinishReason
+from arctool.run.kv.cache import plan_cache
+from arctool.run.runner import ModelRunner
+from arctool.run.sampling_params import SamplingParams
+from arctool.run.tokenizer import Tokenizer
+from arctool.run.weights import load_model
+
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+LENGTHS = [3, 70, 1, 33, 129]
+
+
+def make_engine(source: DirectorySource, registry: Registry, *, max_seqs: int = 4, text: bool = False, blocks: int | None = None) -> Engine:
+    """Small blocks and chunks, and a cache full of NaN, so that boundaries and stale slots matter."""
+    memory = None if blocks is None else blocks * 8 * 2 * 2 * 2 * 16 * 4
+    plan = plan_cache(source.config, max_seqs=max_seqs, block_size=8, kv_memory=memory)
+    runner = ModelRunner(load_model(source, registry), plan)
+    for store in (*runner.cache.keys, *runner.cache.values):
+        store.fill_(float("nan"))
+    tokenizer = Tokenizer(source.assets, source.config.vocab_size) if text else None
+    return Engine(runner, tokenizer, source.config.eos_token_ids, max_seqs=max_seqs, prefill_chunk=32)
+
+
+@pytest.fixture
+def engine(llama: DirectorySource, registry: Registry) -> Iterator[Engine]:
+    """An engine with text; whatever a test does, at its end nothing may be left."""
+    made = make_engine(llama, registry, text=True)
+    yield made
+    assert_idle(made)
+
+
+def assert_idle(engine: Engine) -> None:
+    engine.scheduler.check()
+    assert not engine.has_work()
+    assert not list(engine.scheduler.live())
+    assert engine.scheduler.allocator.free_blocks == engine.scheduler.limits.num_blocks
+
+
+def run_to_end(engine: Engine) -> dict[int, Completion]:
+    done = {}
+    while engine.has_work():
+        for update in engine.step():
+            if update.completion is not None:
+                done[update.request_id] = update.completion
+        engine.scheduler.check()
+    return done
+
+
+def test_greedy_tokens_are_those_of_transformers(tiny: DirectorySource, expected: Reference, registry: Registry) -> None:
+    prompts = [random_ids(seed, length) for seed, length in enumerate([2, 40, 100, 64])]
+    wanted = [tuple(expected.greedy(prompt, 24)) for prompt in prompts]
+    assert len(set(wanted)) == 4, "equal outputs would prove nothing"
+    assert all(len(set(tokens)) >= 4 for tokens in wanted), "the fixture repeats itself: it would prove nothing"
+    done = make_engine(tiny, registry).generate(prompts, [GREEDY] * 4)
+    assert [c.token_ids for c in done] == wanted
+
+
+@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
+def test_requests_together_give_exactly_the_tokens_of_each_alone(tiny: DirectorySource, registry: Registry, sampled: bool) -> None:
+    prompts = [random_ids(100 + i, n) for i, n in enumerate(LENGTHS)]
+    params = [
+        SamplingParams(temperature=0.4 * (i + 1) * sampled, top_p=1 - 0.1 * i, top_k=20 * i, seed=i, max_tokens=16 - 2 * i, ignore_eos=True)
+        for i in range(len(prompts))
+    ]
+    lonely = make_engine(tiny, registry, max_seqs=1)
+    alone = [lonely.generate([p], [s])[0].token_ids for p, s in zip(prompts, params, strict=True)]
+    assert len(set(alone)) == len(alone)
+    together = make_engine(tiny, registry, max_seqs=3)
+    # Staggered arrivals: prompts and decodes share steps, blocks interleave.
+    ids, done = [], {}
+    for prompt, one in zip(prompts, params, strict=True):
+        ids.append(together.add_request(prompt, one))
+        for update in [*together.step(), *together.step()]:
+            if update.completion is not None:
+                done[update.request_id] = update.completion
+    done |= run_to_end(together)
+    assert [done[i].token_ids for i in ids] == alone
+    assert_idle(together)
+
+
+def test_a_seed_reproduces_and_no_seed_differs(engine: Engine) -> None:
+    def tokens(seed: int | None) -> tuple[int, ...]:
+        return engine.generate([[5, 6, 7]], [SamplingParams(temperature=2.0, seed=seed, max_tokens=20, ignore_eos=True)])[0].token_ids
+
+    assert tokens(11) == tokens(11)
+    assert len({tokens(11), tokens(12), tokens(None), tokens(None)}) == 4
+
+
+def test_a_small_cache_makes_requests_wait_and_serves_them_all(llama: DirectorySource, registry: Registry) -> None:
+    small = make_engine(llama, registry, max_seqs=4, blocks=8)  # 64 tokens
+    assert small.max_model_len == 64
+    prompts = [random_ids(i, 20) for i in range(6)]
+    done = small.generate(prompts, [GREEDY] * 6)
+    roomy = make_engine(llama, registry, max_seqs=4).generate(prompts, [GREEDY] * 6)
+    assert [c.token_ids for c in done] == [c.token_ids for c in roomy]
+    assert_idle(small)
+
+
+def test_cancelling_at_any_moment_frees_every_block_and_disturbs_nobody(llama: DirectorySource, registry: Registry) -> None:
+    prompts = [random_ids(i, 50) for i in range(3)]
+    wanted = make_engine(llama, registry).generate(prompts[:1], [GREEDY])[0].token_ids
+    for steps in [0, 1, 2, 3, 6, 20]:
+        engine = make_engine(llama, registry, max_seqs=2)
+        kept, dropped, waiting = (engine.add_request(p, GREEDY) for p in prompts)
+        for _ in range(steps):
+            engine.step()
+        for request in (dropped, waiting):
+            completion = engine.cancel(request)
+            assert completion is not None
+            assert completion.finish_reason is FinishReason.ABORT
+            assert engine.cancel(request) is None
+        engine.scheduler.check()
+        assert run_to_end(engine)[kept].token_ids == wanted
+        assert_idle(engine)
+
+
+def test_closing_a_stream_cancels_its_requests(engine: Engine) -> None:
+    stream = engine.stream([[5, 6, 7]], [GREEDY])
+    next(stream)
+    stream.close()
+    assert_idle(engine)
+
+
+def test_streams_side_by_side_each_get_only_their_own(engine: Engine) -> None:
+    wanted = [engine.generate([p], [GREEDY])[0].token_ids for p in ([5, 6], [9, 8])]
+    other = engine.add_request([9, 8], GREEDY)
+    got = list(engine.stream([[5, 6]], [GREEDY]))
+    assert tuple(t for u in got for t in u.token_ids) == wanted[0]
+    assert {u.request_id for u in got} != {other}
+
+
+def test_a_prompt_as_long_as_the_context_is_refused_with_both_numbers(engine: Engine) -> None:
+    with pytest.raises(RequestError, match=r"prompt: 256 tokens leave no room in the context of 256"):
+        engine.add_request([5] * 256, GREEDY)
+    [done] = engine.generate([[5] * 255], [SamplingParams(temperature=0)])
+    assert len(done.token_ids) == 1
+
+
+def test_without_max_tokens_the_context_is_the_end(engine: Engine) -> None:
+    [done] = engine.generate([[5] * 200], [SamplingParams(temperature=0, ignore_eos=True)])
+    assert (len(done.token_ids), done.finish_reason) == (56, FinishReason.LENGTH)
+
+
+@pytest.mark.parametrize("prompt", [[], [512], [-1], [True], [1.0], ["a"]])
+def test_a_prompt_that_is_no_list_of_token_ids_is_refused(engine: Engine, prompt: list) -> None:
+    with pytest.raises(RequestError, match=r"^prompt: expected"):
+        engine.add_request(prompt, GREEDY)
+
+
+def test_more_tokens_than_the_context_holds_are_refused(engine: Engine) -> None:
+    with pytest.raises(RequestError, match=r"max_tokens: 250 prompt tokens \+ 7 new ones exceed the context of 256"):
+        engine.add_request([5] * 250, SamplingParams(max_tokens=7))
+
+
+def test_one_refused_prompt_among_several_leaves_nothing_behind(engine: Engine) -> None:
+    with pytest.raises(RequestError):
+        engine.generate([[5], []], [GREEDY, GREEDY])
+
+
+def test_text_is_the_decoded_tokens_and_streams_to_the_same(engine: Engine) -> None:
+    assert engine.tokenizer is not None
+    updates = list(engine.stream([[5, 6, 7]], [GREEDY]))
+    completion = updates[-1].completion
+    assert completion is not None
+    assert "".join(u.text for u in updates) == completion.text == engine.tokenizer.decode(list(completion.token_ids))
+    assert tuple(t for u in updates for t in u.token_ids) == completion.token_ids
+    assert len(completion.text) > 10
+
+
+def test_a_stop_string_ends_the_text_before_it_whatever_tokens_it_straddles(engine: Engine) -> None:
+    [whole] = engine.generate([[5, 6, 7]], [GREEDY])
+    for at in range(2, len(whole.text) - 6, 5):
+        stop = whole.text[at : at + 5]
+        if whole.text.find(stop) != at or "\ufffd" in whole.text[: at + 5]:
+            continue
+        updates = list(engine.stream([[5, 6, 7]], [SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, stop=(stop,))]))
+        done = updates[-1].completion
+        assert done is not None
+        assert done.finish_reason is FinishReason.STOP
+        assert done.text == whole.text[:at] == "".join(u.text for u in updates)
+        assert done.token_ids == whole.token_ids[: len(done.token_ids)]
+
+
+def test_a_stop_token_ends_the_text_and_is_counted_but_not_shown(engine: Engine) -> None:
+    [whole] = engine.generate([[5, 6, 7]], [GREEDY])
+    token = whole.token_ids[5]
+    first = whole.token_ids.index(token)
+    [done] = engine.generate([[5, 6, 7]], [SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, stop_token_ids=(token,))])
+    assert engine.tokenizer is not None
+    assert (done.finish_reason, done.token_ids) == (FinishReason.STOP, whole.token_ids[: first + 1])
+    assert done.text == engine.tokenizer.decode(list(whole.token_ids[:first]))
+
+
+def test_an_end_token_stops_unless_it_is_ignored(llama: DirectorySource, registry: Registry) -> None:
+    plain = make_engine(llama, registry)
+    [whole] = plain.generate([[5, 6, 7]], [GREEDY])
+    ending = Engine(plain.runner, None, [whole.token_ids[3]], max_seqs=1)
+    [stopped] = ending.generate([[5, 6, 7]], [SamplingParams(temperature=0, max_tokens=24)])
+    assert stopped.finish_reason is FinishReason.STOP
+    assert stopped.token_ids == whole.token_ids[: whole.token_ids.index(whole.token_ids[3]) + 1]
+    [ignored] = ending.generate([[5, 6, 7]], [GREEDY])
+    assert (ignored.finish_reason, ignored.token_ids) == (FinishReason.LENGTH, whole.token_ids)
+
+
+def test_a_request_whose_logits_are_not_finite_fails_alone(llama: DirectorySource, registry: Registry) -> None:
+    engine = make_engine(llama, registry)
+    prompts = [random_ids(i, 20) for i in range(3)]
+    wanted = [c.token_ids for c in engine.generate(prompts, [GREEDY] * 3)]
+    run, steps = engine.runner.run, []
+
+    def faulty(work: list) -> np.ndarray:
+        logits = run(work)
+        steps.append(0)
+        emitting = [s for s, w in work if w.emits]
+        for i, sequence in enumerate(emitting):
+            if sequence.prompt_ids == tuple(prompts[1]) and len(sequence.output_ids) == 4:
+                logits[i, 77] = math.nan
+        return logits
+
+    engine.runner.run = faulty  # type: ignore[method-assign]
+    good, failed, also_good = engine.generate(prompts, [GREEDY] * 3)
+    assert [good.token_ids, also_good.token_ids] == [wanted[0], wanted[2]]
+    assert (failed.finish_reason, failed.token_ids) == (FinishReason.ERROR, wanted[1][:4])
+    assert failed.error is not None
+    assert "token 77" in failed.error
+    assert_idle(engine)
+
+
+def test_log_probabilities_come_with_every_token_and_agree_with_evaluation(engine: Engine) -> None:
+    from arctool.run.evaluate import token_logprobs
+
+    prompt = random_ids(3, 30)
+    [done] = engine.generate([prompt], [SamplingParams(temperature=0, max_tokens=10, ignore_eos=True, logprobs=2)])
+    wanted = token_logprobs(engine.runner.model, [*prompt, *done.token_ids])[-10:]
+    assert done.logprobs is not None
+    np.testing.assert_allclose([p.token for p in done.logprobs], wanted, atol=1e-4)
+    assert all(p.top[0] == (t, p.token) for p, t in zip(done.logprobs, done.token_ids, strict=True))
+
+
+def test_rows_beyond_the_tokenizer_are_never_chosen(llama: DirectorySource, registry: Registry) -> None:
+    engine = make_engine(llama, registry, text=True)
+    engine._choices = 60
+    [done] = engine.generate([[5, 6, 7]], [SamplingParams(temperature=2, seed=1, max_tokens=50, ignore_eos=True)])
+    assert max(done.token_ids) < 60
+
+
+def test_timing_counts_from_arrival(llama: DirectorySource, registry: Registry) -> None:
+    plain = make_engine(llama, registry)
+    seconds = iter(range(100))
+    engine = Engine(plain.runner, None, [], max_seqs=1, clock=lambda: float(next(seconds)))
+    [done] = engine.generate([[5, 6, 7]], [SamplingParams(temperature=0, max_tokens=3)])
+    assert (done.timing.first_token, done.timing.total) == (1.0, 2.0)
+
+
+def test_stop_strings_need_a_tokenizer(llama: DirectorySource, registry: Registry) -> None:
+    with pytest.raises(RequestError, match=r"^stop: "):
+        make_engine(llama, registry).add_request([5], SamplingParams(stop=("x",)))
