@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from arctool.errors import ArctoolError, FormatError, UsageError
-from arctool.quant.codebooks import SHIPPED_TABLES, Codebook, ShippedTable
+from arctool.quant.codebooks import SHIPPED_TABLES, SUM2_SHA256, Codebook, ShippedTable
 from arctool.quant.tensor import TrellisTensor, Weight
 from arctool.quant.trellis import Geometry
 from arctool.uqff.answers import Answer, Coverage, LayerError, Tally, VerifyReport
@@ -26,14 +26,6 @@ from arctool.uqff.soundness import check_container
 
 BLOCK_WEIGHTS: Final = 1 << 20
 """Weights that the oracle and an implementation decode at a time; the oracle needs some tens of bytes for each."""
-
-SUM2_SHA256: Final[Mapping[str, str]] = {
-    "K4V2L16": "9104e959638fb7e7a0c6cba91b4b98be5dc712a8b941eba3ad6280c3c0cc4605",
-    "K6V2L16": "9104e959638fb7e7a0c6cba91b4b98be5dc712a8b941eba3ad6280c3c0cc4605",
-    "K8V2L16": "9104e959638fb7e7a0c6cba91b4b98be5dc712a8b941eba3ad6280c3c0cc4605",
-}
-"""Of the little-endian f32 [65536, 2] that `sum2` computes for each geometry. Section 2 carries no digest, so this is what
-notices a machine, or a release, that computes something else."""
 
 LOSS_FACTOR: Final = 4.0
 """A layer may have this much of its rate's limit 2^(−2·bits) as error: more is the loss of a whole bit, so a wrong layer."""

@@ -14,10 +14,10 @@ import pytest
 import uqff_samples as samples
 
 from arctool.errors import SourceError, StorageError
-from arctool.quant.codebooks import ShippedTable
+from arctool.quant.codebooks import SUM2_SHA256, ShippedTable
 from arctool.quant.tensor import DenseTensor, TrellisTensor, Weight
 from arctool.uqff.container import ArtifactWriter, BakeInfo, open_artifact
-from arctool.uqff.verify import SUM2_SHA256, VerifyReport, verify
+from arctool.uqff.verify import VerifyReport, verify
 
 SHIPPED = {name: ShippedTable(f"{name}.bin", "bf16", samples.table(samples.Geometry.parse(name)).digest) for name in ("K8V4L12", "K3V1L12")}
 WEIGHTS = 60 * 3 + 21 + 24
