@@ -89,10 +89,12 @@ def train(plan: TrainingPlan, jobs: int) -> NDArray[np.float32]:
     return table
 
 
-def main(names: list[str], jobs: int = 2) -> None:
-    """Write the named tables (all of them by default) into `quant/tables/`."""
+TABLES = Path(__file__).parents[1] / "quant" / "tables"
+
+
+def main(names: list[str], jobs: int = 2, folder: Path = TABLES) -> None:
+    """Write the named tables (all of them by default) into `folder`."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    folder = Path(__file__).parents[1] / "quant" / "tables"
     for name in names or [*PLANS, "K4V2L16"]:
         if name == "K4V2L16":
             data = gaussian_table(Geometry.parse(name), 1, 1.0).astype("<f4").tobytes()

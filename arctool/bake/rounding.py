@@ -22,10 +22,8 @@ from arctool.quant.trellis import pack_symbols
 CHUNK_ROWS = 32
 """Rows of one task: short enough that Ctrl-C is heard and the last tasks end together, long enough to hide the hand-out."""
 
-GAIN_FACTORS = (0.9, 0.95, 1.0, 1.05, 1.1)
-"""Tried around the rung's own gain on a sample of each layer's rows, since rotated weights are only nearly Gaussian."""
-
-GAIN_SAMPLE_ROWS = 16
+GAIN_FACTORS = (0.95, 1.0, 1.05)
+"""Scales tried for each row, around the rung's own: worth 0.5 % of the error at 2 bits and 1.8 % at 4 (SmolLM2, rows of 576)."""
 
 
 @dataclass(frozen=True)
@@ -65,9 +63,8 @@ def round_layer(weight: NDArray[np.float32], key: str, tools: RungTools, seed: i
     """Quantise `weight` f32 [out, in], finite. Peak memory: four times the weight, plus the searcher's workspace a thread."""
     rotation = Rotation.seeded(seed, key, *weight.shape)
     rotated = rotation.rotate(weight)
-    gain = choose_gain(rotated, tools, pool)
     chunks = [rotated[start : start + CHUNK_ROWS] for start in range(0, rotated.shape[0], CHUNK_ROWS)]
-    rounded = list(pool.map(lambda rows: round_rows(rows, tools, gain), chunks))
+    rounded = list(pool.map(lambda rows: search_scales(rows, tools), chunks))
     geometry = tools.rung.geometry
     tensor = TrellisTensor(
         geometry=geometry,
@@ -82,13 +79,13 @@ def round_layer(weight: NDArray[np.float32], key: str, tools: RungTools, seed: i
     return RoundedLayer(tensor, error / power if power else 0.0)
 
 
-def choose_gain(rotated: NDArray[np.float32], tools: RungTools, pool: Executor) -> float:
-    """The gain with the least error over a fixed sample of rows; the rung's own for a layer of zeros."""
-    count = min(GAIN_SAMPLE_ROWS, rotated.shape[0])
-    sample = rotated[np.linspace(0, rotated.shape[0] - 1, count).astype(np.int64)]
-    gains = [tools.rung.gain * factor for factor in GAIN_FACTORS]
-    errors = list(pool.map(lambda gain: float(round_rows(sample, tools, gain).errors.sum()), gains))
-    return gains[int(np.argmin(errors))] if max(errors) > 0 else tools.rung.gain
+def search_scales(rows: NDArray[np.float32], tools: RungTools) -> RoundedRows:
+    """Round rows f32 [n, in] at every gain of `GAIN_FACTORS` and keep, row by row, the one with the least error."""
+    tried = [round_rows(rows, tools, tools.rung.gain * factor) for factor in GAIN_FACTORS]
+    best = np.argmin([one.errors for one in tried], axis=0)
+    row = np.arange(len(rows))
+    symbols, scales, errors = (np.stack(parts)[best, row] for parts in zip(*((t.symbols, t.scales, t.errors) for t in tried), strict=True))
+    return RoundedRows(symbols, scales, errors)
 
 
 def round_rows(rows: NDArray[np.float32], tools: RungTools, gain: float) -> RoundedRows:

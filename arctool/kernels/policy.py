@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import Literal
+from typing import Literal, get_args
 
 PREFILL_TILE = 64
-"""Rows of every dense prefill product. One fixed shape, padded with zeros, makes each row independent of how many others there are."""
+"""Rows of every dense prefill product: one fixed shape, padded with zeros, whatever the number of prompt tokens."""
 
 
 class TokenClass(Enum):
@@ -23,19 +23,24 @@ class TokenClass(Enum):
 
 
 WeightKind = Literal["trellis-table", "trellis-sum2", "dense-bf16", "dense-f32"]
+KINDS: tuple[WeightKind, ...] = get_args(WeightKind)
+Kernel = Literal["fused", "tiles"]
 
 
 @dataclass(frozen=True)
 class KernelChoice:
-    """`kernel`: fused reads packed rows once a call; tiles decodes to a dense f32 matrix first. `tile`: rows a product, 0 for fused."""
+    """`kernel`: fused reads stored rows once a call; tiles decodes to a dense f32 matrix first. `tile`: rows a product, 0 for fused."""
 
-    kernel: Literal["fused", "tiles"]
+    kernel: Kernel
     tile: int
 
 
-def choose_linear(token_class: TokenClass, kind: WeightKind) -> KernelChoice:
-    """The linear kernel for one call; total over its domain."""
-    del kind  # Every kind has both kernels today; it stays in the signature because a GPU's choice will differ by kind.
-    if token_class is TokenClass.DECODE:
-        return KernelChoice("fused", 0)
-    return KernelChoice("tiles", PREFILL_TILE)
+def choose_linear(token_class: TokenClass, tiles_independent: bool) -> KernelChoice:
+    """The linear kernel for one call; total over its domain.
+
+    `tiles_independent`: whether the library's product of this shape was seen to give a row the same bits at every place of a tile. Where
+    it does not (some libraries have special code for narrow matrices), prompts go through the fused kernel too: slower, but true.
+    """
+    if token_class is TokenClass.PREFILL and tiles_independent:
+        return KernelChoice("tiles", PREFILL_TILE)
+    return KernelChoice("fused", 0)

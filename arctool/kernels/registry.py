@@ -1,7 +1,7 @@
 """What exists, what it accepts, and what really ran: the one door through which the engine calls kernels.
 
-A `Registry` is made once and passed along. It asks the policy which kernel serves a call, runs it, and counts it, so that a
-measurement or a test that claims a path can read the counter.
+A `Registry` is made once and passed along. It asks the policy which kernel serves a call, runs it, and counts it under the name that
+`arctool doctor` prints, so that a measurement or a test that claims a path can read the counter.
 """
 
 from __future__ import annotations
@@ -15,25 +15,33 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from arctool.kernels.cpu.linear import decode_trellis, fused_bf16, fused_f32, fused_trellis, pad_columns, padded_width
+from arctool.errors import GeometryError
+from arctool.kernels.cpu.linear import pad_columns, padded_width
+from arctool.kernels.cpu.products import decode_into, fused, tiles, tiles_independent
 from arctool.kernels.cpu.rotation import restore_output, rotate_input
-from arctool.kernels.policy import TokenClass, choose_linear
+from arctool.kernels.policy import KINDS, PREFILL_TILE, Kernel, TokenClass, WeightKind, choose_linear
 from arctool.kernels.prepared import Prepared, prepare_dense, prepare_trellis
-from arctool.quant.codebooks import RUNGS
 from arctool.quant.tensor import DenseTensor, TrellisTensor, Weight
 
-__all__ = ["Implementation", "Prepared", "Registry", "TokenClass", "default_registry"]
+__all__ = ["Implementation", "Prepared", "Registry", "TokenClass", "default_registry", "linear_name"]
+
+EMBEDDING, DECODE = "cpu.embedding", "cpu.decode"
 
 
 @dataclass(frozen=True)
 class Implementation:
-    """One line of `arctool doctor`: `operation` on `backend`, what it accepts, and why it is unavailable (empty if it is not)."""
+    """One kernel: its name is its counter. `accepts` is for people; `unavailable` says why it cannot run here, empty if it can."""
 
     name: str
-    operation: str
+    operation: Literal["linear", "decode", "embedding"]
     backend: str
     accepts: str
     unavailable: str = ""
+
+
+def linear_name(kernel: Kernel, kind: WeightKind) -> str:
+    """Name of a CPU linear kernel, for the table and for the counter."""
+    return f"cpu.{kernel}.{kind}"
 
 
 class Registry:
@@ -43,10 +51,11 @@ class Registry:
         self.implementations = implementations
         self._counts: Counter[str] = Counter()
         self._tables: dict[str, NDArray[np.float32]] = {}
+        self._independent: dict[tuple[int, int, int], bool] = {}
         self._scratch = np.empty(0, np.float32)
 
     def engagement(self) -> Mapping[str, int]:
-        """How many calls each implementation has served."""
+        """How many calls each implementation has served, by name."""
         return dict(self._counts)
 
     def prepare(self, weight: Weight) -> Prepared:
@@ -62,99 +71,77 @@ class Registry:
         return prepare_trellis(weight, self._tables[digest])
 
     def embedding(self, ids: torch.Tensor, weight: Prepared) -> torch.Tensor:
-        """Rows f32 [tokens, hidden] of a dense embedding for int64 ids [tokens]."""
-        self._counts["cpu.embedding"] += 1
+        """Rows f32 [tokens, hidden] of a dense embedding for int64 ids [tokens]. Raises GeometryError for any other weight."""
         dense = weight.weight
         if not isinstance(dense, DenseTensor):
-            raise TypeError("an embedding is dense in this version; the recipe refuses any other rung for it")
+            raise GeometryError(f"an embedding must be dense in this version, found {dense.label}; bake it with bf16")
+        self._counts[EMBEDDING] += 1
         return torch.from_numpy(np.ascontiguousarray(DenseTensor(dense.data[ids.numpy()]).dense()))
 
     def linear(self, x: torch.Tensor, weight: Prepared, token_class: TokenClass) -> torch.Tensor:
         """y f32 [tokens, out] = x f32 [tokens, in] · Wᵀ, by the kernel that the policy names for tokens of this class."""
-        choice = choose_linear(token_class, weight.kind)
-        self._counts[f"cpu.{choice.kernel}.{weight.kind}"] += 1
-        inputs = x.numpy()
-        if weight.rotation is not None:
-            rotated = np.zeros((inputs.shape[0], padded_width(inputs.shape[1])), np.float32)
-            rotate_input(np.ascontiguousarray(inputs), weight.rotation.signs_in, weight.rotation.block_in, rotated)
-        else:
+        inputs, rotation = x.numpy(), weight.rotation
+        if rotation is None:
             rotated = pad_columns(inputs)
-        if choice.kernel == "fused":
-            outputs = self._fused(rotated, weight)
         else:
-            outputs = self._tiles(rotated[:, : inputs.shape[1]], weight, choice.tile)
-        if weight.rotation is not None:
-            restore_output(outputs, weight.rotation.signs_out, weight.rotation.block_out)
+            rotated = np.zeros((inputs.shape[0], padded_width(inputs.shape[1])), np.float32)
+            rotate_input(np.ascontiguousarray(inputs), rotation.signs_in, rotation.block_in, rotated)
+        outputs = self._product(rotated, weight, token_class)
+        if rotation is not None:
+            restore_output(outputs, rotation.signs_out, rotation.block_out)
         return torch.from_numpy(outputs)
 
     def decode(self, weight: TrellisTensor) -> NDArray[np.float32]:
         """The trellis weights f32 [out, in] in the rotated basis, for comparison with the oracle."""
-        self._counts["cpu.decode"] += 1
+        self._counts[DECODE] += 1
         dense = np.empty(weight.shape, np.float32)
-        self._decode_into(self.prepare(weight), dense)
+        decode_into(self.prepare(weight), dense)
         return dense
 
-    def _fused(self, x: NDArray[np.float32], prepared: Prepared) -> NDArray[np.float32]:
-        y = np.empty((x.shape[0], prepared.out_features), np.float32)
-        weight = prepared.weight
-        if isinstance(weight, TrellisTensor):
-            kernel = fused_trellis(weight.geometry, prepared.kind == "trellis-sum2")
-            kernel(weight.packed, prepared.table, weight.scales, x, weight.in_features, y)
-        elif prepared.kind == "dense-bf16":
-            fused_bf16(weight.data, x, y)
-        else:
-            fused_f32(weight.data, x, y)
-        return y
+    def _product(self, x: NDArray[np.float32], weight: Prepared, token_class: TokenClass) -> NDArray[np.float32]:
+        """The product in the weight's own basis; `x` has zero columns up to a multiple of 16."""
+        prompt = token_class is TokenClass.PREFILL and x.shape[0] > 0
+        columns = x[:, : weight.in_features]
+        matrix = self._dense_matrix(weight) if prompt else None
+        independent = matrix is not None and self._tiles_independent(columns[0], matrix)
+        choice = choose_linear(token_class, independent)
+        self._counts[linear_name(choice.kernel, weight.kind)] += 1
+        if choice.kernel == "fused" or matrix is None:
+            return fused(x, weight)
+        return tiles(columns, matrix)
 
-    def _tiles(self, x: NDArray[np.float32], prepared: Prepared, tile: int) -> NDArray[np.float32]:
-        """Products of exactly `tile` rows each, the last one padded with zeros."""
-        matrix = torch.from_numpy(self._dense_matrix(prepared)).T
-        tokens = x.shape[0]
-        padded = torch.zeros((-(-tokens // tile) * tile, x.shape[1]))
-        padded[:tokens] = torch.from_numpy(x)
-        y = torch.cat([part @ matrix for part in padded.split(tile)]) if tokens else torch.zeros((0, prepared.out_features))
-        return np.ascontiguousarray(y.numpy()[:tokens])
+    def _tiles_independent(self, row: NDArray[np.float32], matrix: NDArray[np.float32]) -> bool:
+        """The self-check of the library's product, made once for each shape and number of threads, on the first real row."""
+        key = (*matrix.shape, torch.get_num_threads())
+        if key not in self._independent:
+            self._independent[key] = tiles_independent(row, matrix)
+        return self._independent[key]
 
     def _dense_matrix(self, prepared: Prepared) -> NDArray[np.float32]:
         """The f32 matrix [out, in]; decoded ones share one scratch buffer, which the next call overwrites."""
         weight = prepared.weight
-        if isinstance(weight, DenseTensor) and weight.data.dtype == np.float32:
+        if isinstance(weight, DenseTensor) and prepared.kind == "dense-f32":
             return weight.dense()
         size = prepared.out_features * prepared.in_features
         if self._scratch.size < size:
             self._scratch = np.empty(size, np.float32)
         dense = self._scratch[:size].reshape(prepared.out_features, prepared.in_features)
-        if isinstance(weight, DenseTensor):
-            np.left_shift(weight.data.astype(np.uint32), 16, out=dense.view(np.uint32))
-        else:
-            self._decode_into(prepared, dense)
+        decode_into(prepared, dense)
         return dense
-
-    def _decode_into(self, prepared: Prepared, dense: NDArray[np.float32]) -> None:
-        weight = prepared.weight
-        assert isinstance(weight, TrellisTensor)
-        kernel = decode_trellis(weight.geometry, prepared.kind == "trellis-sum2")
-        kernel(weight.packed, prepared.table, weight.scales, dense)
-
-
-def geometries_of(kind: Literal["sum2", "table"]) -> str:
-    """Names of the geometries of all rungs with that kind of codebook, each once."""
-    found = (rung.geometry.name for rung in RUNGS.values() if (rung.codebook_name == "sum2") == (kind == "sum2"))
-    return ", ".join(dict.fromkeys(found))
 
 
 def default_registry() -> Registry:
     """The CPU kernels, and what this machine lacks for others."""
-    triton = "" if torch.cuda.is_available() else "no CUDA device; Triton kernels come with the GPU engine"
+    no_gpu = "no CUDA device" if not torch.cuda.is_available() else "this version has CPU kernels only"
     return Registry(
         (
-            Implementation("cpu.fused.trellis-table", "linear", "numba", f"tables: {geometries_of('table')}; generated tokens"),
-            Implementation("cpu.fused.trellis-sum2", "linear", "numba", f"sum2: {geometries_of('sum2')}; generated tokens"),
-            Implementation("cpu.fused.dense-bf16", "linear", "numba", "bf16 rows; generated tokens"),
-            Implementation("cpu.fused.dense-f32", "linear", "numba", "f32 rows; generated tokens"),
-            Implementation("cpu.tiles", "linear", "numba + torch", "every weight; prompt tokens, 64 rows a product"),
-            Implementation("cpu.decode", "decode", "numba", "every trellis weight; bit-exact with the oracle"),
-            Implementation("cpu.embedding", "embedding", "numpy", "bf16 and f32 embeddings"),
-            Implementation("triton.linear", "linear", "triton", "trellis weights on a GPU", triton or "not built in this version"),
+            *(Implementation(linear_name("fused", kind), "linear", "numba", "generated tokens, any number") for kind in KINDS),
+            *(
+                Implementation(linear_name("tiles", kind), "linear", "numba, torch", f"prompt tokens, {PREFILL_TILE} rows a product")
+                for kind in KINDS
+            ),
+            Implementation(DECODE, "decode", "numba", "every trellis weight; bit-exact with the oracle"),
+            Implementation(EMBEDDING, "embedding", "numpy", "bf16 and f32 embeddings"),
+            Implementation("triton.linear", "linear", "triton", "trellis weights on a GPU", no_gpu),
         )
     )

@@ -186,4 +186,13 @@ def test_the_decoded_bits_of_this_version_never_change(rung: Rung) -> None:
     assert hashlib.sha256(decoded.astype("<f4").tobytes()).hexdigest()[:16] == GOLDEN[rung.name]
 
 
-GOLDEN: dict[str, str] = {}
+GOLDEN = {
+    "qtip2": "374a3c175fb0892c",
+    "qtip2b": "8d2f4d1aa6c528f3",
+    "qtip2-v4": "141cda6c37b68dc0",
+    "qtip2.25-v4": "b7287031d683c72d",
+    "qtip3": "504540f2ee3a7e39",
+    "qtip3b": "d891dd86362a2d81",
+    "qtip4": "3ab7433cb65e80c7",
+    "qtip4b": "75fa928abdaed6f7",
+}

@@ -32,7 +32,10 @@ SOURCES = ("kernels/cpu/*.py", "quant/*.py", "bake/viterbi*.py")
 
 @cache
 def cache_directory() -> Path:
-    """`$XDG_CACHE_HOME/arctool/jit-<hash of the sources>`; the user's NUMBA_CACHE_DIR comes first if it is set."""
+    """`$XDG_CACHE_HOME/arctool/jit-<hash of the sources>`; the user's NUMBA_CACHE_DIR comes first if it is set.
+
+    Raises RuntimeError where the user has no home directory.
+    """
     base = config.CACHE_DIR or os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "arctool" / f"jit-{source_digest(Path(__file__).parents[2])}"
 
@@ -71,13 +74,13 @@ def jit(*, parallel: bool = False) -> Callable[[Callable[..., Any]], Any]:
 
 
 def _enable_cache(dispatcher: Any) -> None:
-    directory = cache_directory()
     try:
+        directory = cache_directory()
         directory.mkdir(parents=True, exist_ok=True)
         with _numba_cache_in(directory):
             dispatcher.enable_caching()
     except (OSError, RuntimeError):
-        # A read-only home costs some seconds of compiling at each start, nothing else.
+        # A home that is read-only or unknown costs some seconds of compiling at each start, nothing else.
         return
 
 
