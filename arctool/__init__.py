@@ -1,9 +1,11 @@
 """arctool: bake a checkpoint to a 2-4 bit trellis artifact, prove it bit by bit, and run it.
 
-    from arctool import LLM, SamplingParams
+from arctool import LLM, SamplingParams, bake_model, verify
 
-    llm = LLM("SmolLM2-135M-Instruct-qtip4")
-    print(llm.chat([{"role": "user", "content": "What is the capital of France?"}], SamplingParams(temperature=0)).text)
+bake_model("HuggingFaceTB/SmolLM2-135M-Instruct", "SmolLM2-135M-Instruct-qtip4", "qtip4")
+assert verify("SmolLM2-135M-Instruct-qtip4").passed
+llm = LLM("SmolLM2-135M-Instruct-qtip4")
+print(llm.chat([{"role": "user", "content": "What is the capital of France?"}], SamplingParams(temperature=0)).text)
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from arctool.api import bake_model, verify
     from arctool.run.llm import LLM
     from arctool.run.sampling_params import SamplingParams
 
@@ -19,9 +22,14 @@ if TYPE_CHECKING:
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "SamplingParams", "__version__"]
+__all__ = ["LLM", "SamplingParams", "__version__", "bake_model", "verify"]
 
-_PUBLIC = {"LLM": "arctool.run.llm", "SamplingParams": "arctool.run.sampling_params"}
+_PUBLIC = {
+    "LLM": "arctool.run.llm",
+    "SamplingParams": "arctool.run.sampling_params",
+    "bake_model": "arctool.api",
+    "verify": "arctool.api",
+}
 
 
 def __getattr__(name: str) -> Any:

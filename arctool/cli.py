@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
 
 import arctool
-from arctool.errors import ArctoolError, UsageError, VerificationError
+from arctool.errors import ArctoolError, InterruptedByUser, StorageError, UsageError, VerificationError
 
 # Rooms are imported by the subcommand that needs them: torch alone takes seconds, and `--help` must answer at once.
 
 app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Bake a language model to 2-4 bits a weight, prove the artifact bit by bit, and run it.",
 )
@@ -29,12 +31,20 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON o
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")]
 
 
+PIPE_COLUMNS = 200
+"""Width where standard output is no terminal: whoever reads a pipe wants names whole, one row a line."""
+
+
+def _output() -> Console:
+    return Console(width=None if sys.stdout.isatty() else PIPE_COLUMNS)
+
+
 def _errors() -> Console:
     return Console(stderr=True)
 
 
 def _print_json(value: Any) -> None:
-    typer.echo(json.dumps(value, indent=2, ensure_ascii=False, default=str))
+    typer.echo(json.dumps(value, indent=2, default=str))
 
 
 @app.command()
@@ -43,7 +53,7 @@ def bake(
     isq: Annotated[str, typer.Option("--isq", help=RUNG_HELP)],
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Directory to make [default: ./MODEL-RUNG].")] = None,
     jobs: Annotated[int | None, typer.Option(min=1, help="Threads of the search [default: all cores]. Never changes a byte.")] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the rotation's signs.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the rotation's signs, 0 to 2^64-1.")] = 0,
     recipe: Annotated[Path | None, typer.Option(help="YAML file that says which layer gets what.")] = None,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing artifact.")] = False,
@@ -54,16 +64,13 @@ def bake(
 
     Example: arctool bake HuggingFaceTB/SmolLM2-135M-Instruct --isq qtip4
     """
-    from arctool.bake.checkpoint import open_checkpoint
-    from arctool.bake.pipeline import bake as run_bake
-    from arctool.bake.recipe import Recipe, load_recipe
+    from arctool.api import bake_model
     from arctool.terminal import progress, sources, tables
     from arctool.uqff.inspect import inspect as look
 
-    plan = Recipe.uniform(isq) if recipe is None else load_recipe(recipe, isq)
     target = output or sources.default_output(model, isq)
-    with open_checkpoint(model, revision=revision) as checkpoint, progress.bake_progress(_errors(), quiet) as show:
-        result = run_bake(checkpoint, target, plan, seed=seed, jobs=jobs, overwrite=force, progress=show)
+    with progress.bake_progress(_errors(), quiet) as show:
+        result = bake_model(model, target, isq, recipe=recipe, seed=seed, jobs=jobs, revision=revision, overwrite=force, progress=show)
     for name in result.ignored:
         typer.echo(f"note: {name} is in the source and belongs to no part of this model; it was left out", err=True)
     found = look(result.path)
@@ -84,15 +91,15 @@ def verify(
 
     Exit code 0 only if everything that was asked holds.
     """
+    from arctool.api import verify as prove
     from arctool.terminal import progress, tables
-    from arctool.terminal.verification import verify_artifact
 
     with progress.verify_progress(_errors(), quiet) as show:
-        report = verify_artifact(path, source, show)
+        report = prove(path, source, show)
     if as_json:
         _print_json(report.to_json())
     else:
-        Console().print(tables.verification(report))
+        _output().print(tables.verification(report))
     if not report.passed:
         raise typer.Exit(VerificationError.exit_code)
 
@@ -107,7 +114,7 @@ def inspect(path: Artifact, as_json: AsJson = False) -> None:
     if as_json:
         _print_json(found.to_json())
     else:
-        console = Console()
+        console = _output()
         console.print(tables.contents(found, console))
 
 
@@ -139,12 +146,12 @@ def run(
         raise UsageError("--json and --raw need a --prompt")
     llm = sources.open_model(path, EngineOptions(max_model_len=max_model_len))
     if prompt is None:
-        chat.loop(llm, Console(), params, system)
+        chat.loop(llm, _output(), params, system)
         return
-    text = sys.stdin.read() if prompt == "-" else prompt
+    text = chat.piped_prompt() if prompt == "-" else prompt
     completion = chat.show(chat.answer(llm, text, system, params, raw), (lambda _: None) if as_json else _write)
     if completion is None:
-        raise typer.Exit(130)
+        raise typer.Exit(InterruptedByUser.exit_code)
     if as_json:
         _print_json(chat.as_json(completion))
     else:
@@ -161,7 +168,7 @@ def doctor(as_json: AsJson = False) -> None:
     if as_json:
         _print_json(found.to_json())
     else:
-        Console().print(diagnosis(found))
+        _output().print(diagnosis(found))
     if not found.healthy:
         raise typer.Exit(1)
 
@@ -184,19 +191,30 @@ def options(
     """Options before the subcommand."""
 
 
+def _fail(error: ArctoolError) -> NoReturn:
+    """The one line of an error. What a file or a name brought into it must neither break the line nor steer the terminal."""
+    text = "".join(c if c.isprintable() else " " if c.isspace() else ascii(c)[1:-1] for c in str(error))
+    typer.echo(f"arctool: error: {text}", err=True)
+    raise SystemExit(error.exit_code)
+
+
 def main() -> None:
     """Entry point: a user's error is one line on standard error and its class's exit code; Ctrl-C is 130; a closed pipe is quiet."""
     try:
         app(standalone_mode=True)
+    except SystemExit as leaving:
+        if leaving.code == InterruptedByUser.exit_code:
+            typer.echo("arctool: interrupted", err=True)
+        raise
     except ArctoolError as error:
-        typer.echo(f"arctool: error: {error}", err=True)
-        raise SystemExit(error.exit_code) from None
-    except KeyboardInterrupt:
-        typer.echo("arctool: interrupted", err=True)
-        raise SystemExit(130) from None
-    except BrokenPipeError:
-        sys.stderr.close()
-        raise SystemExit(141) from None
+        _fail(error)
+    except OSError as error:
+        # The machine refused something that no room foresaw: a full disk behind standard output, a name too long to look up.
+        _fail(StorageError(": ".join(filter(None, (_named(error), error.strerror or str(error))))))
+
+
+def _named(error: OSError) -> str:
+    return "" if error.filename is None else os.fsdecode(error.filename) if isinstance(error.filename, str | bytes) else ""
 
 
 if __name__ == "__main__":

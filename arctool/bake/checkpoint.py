@@ -8,8 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
+import os
 import re
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -33,10 +37,12 @@ HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*/[\w.-]+?)(?:@([\w./-]+))?")
 TOLERATED = re.compile(r".*\.rotary_emb\.inv_freq")
 """Buffers that old checkpoints carry and that follow from the config."""
 
-WHOLE_FILE_BYTES = 4 << 20
-SAMPLE_BYTES = 64 << 10
-INNER_SAMPLES = 64
-"""The fingerprint hashes small files whole, of larger ones both ends and this many windows between."""
+LAYER = re.compile(r"model\.layers\.(\w+)\.")
+
+HASH_THREADS = 4
+"""Files that are hashed at a time: a disk is kept busy, a machine is not."""
+
+logger = logging.getLogger(__name__)
 
 
 class Checkpoint:
@@ -56,7 +62,11 @@ class Checkpoint:
         model = architecture(self.config.architecture, f"{source.where}: config.json")
         self.specs: tuple[TensorSpec, ...] = model.tensors(self.config)
         self.ignored = check_tensors(source, self.specs, tied=self.config.tie_word_embeddings)
-        self.fingerprint = fingerprint(source)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 (hex) of the whole source, computed at the first use: seconds for gigabytes that the machine has in memory."""
+        return fingerprint(self._source)
 
     def names(self) -> tuple[str, ...]:
         """Names of the model's tensors, in the architecture's order."""
@@ -69,9 +79,9 @@ class Checkpoint:
         finite = np.isfinite(values)
         if not finite.all():
             index = [int(i) for i in np.argwhere(~finite)[0]]
-            file = self._source.store.entries[name].file
             raise SourceError(
-                f"{file}: {name}: {int((~finite).sum())} values are NaN or infinite, the first at {index}; the checkpoint is damaged"
+                f"{self.file(name)}: {name}: {int((~finite).sum())} values are NaN or infinite, the first at {index}; "
+                "the checkpoint is damaged"
             )
         return values
 
@@ -79,6 +89,11 @@ class Checkpoint:
         """Storage type of tensor `name` in the source: `F32`, `BF16`, `Q4_1` ..."""
         self._known(name)
         return self._source.store.entries[name].dtype
+
+    def file(self, name: str) -> Path:
+        """The file that holds tensor `name`, for messages."""
+        self._known(name)
+        return self._source.store.entries[name].file
 
     def weight(self, key: str) -> DenseTensor:
         """The weight of module `key` (its tensor's name without `.weight`), f32."""
@@ -135,6 +150,8 @@ def _open_local(path: Path) -> Source:
             raise SourceError(f"{path}: a single safetensors file has no config; name the directory that holds it")
         if path.suffix in PICKLE_SUFFIXES:
             raise SourceError(f"{path}: a pickle can run code when it is read and is refused; convert the checkpoint to safetensors")
+        if not path.is_file():
+            raise SourceError(f"{path}: neither a directory nor a regular file; expected a Hugging Face directory or a .gguf file")
         return open_gguf(path)
     except OSError as error:
         raise SourceError(f"{path}: cannot be read: {error.strerror or error}") from error
@@ -156,7 +173,7 @@ def check_tensors(source: Source, specs: tuple[TensorSpec, ...], *, tied: bool) 
     """Compare what is stored with what the architecture expects; return the names that are stored for nothing.
 
     Raises SourceError for a missing tensor, a wrong shape, a storage type we do not read, and for a stored tensor whose loss
-    would change the model: any bias, and anything inside a module or layer that the model has.
+    would change the model: any bias, the head of an untied model, and anything in a layer, one beyond the config's count too.
     """
     entries = source.store.entries
     for spec in specs:
@@ -167,13 +184,18 @@ def check_tensors(source: Source, specs: tuple[TensorSpec, ...], *, tied: bool) 
             raise SourceError(f"{entry.file}: {spec.name}: expected shape {list(spec.shape)} by config.json, found {list(entry.shape)}")
         source.store.check_readable(spec.name)
     expected = {spec.name for spec in specs}
-    layers = {spec.layer for spec in specs if spec.layer is not None}
+    layers = {str(spec.layer) for spec in specs if spec.layer is not None}
     ignored = []
     for name in sorted(entries.keys() - expected):
         if TOLERATED.fullmatch(name) or (tied and name == "lm_head.weight"):
             continue
-        layer = re.match(r"model\.layers\.(\d+)\.", name)
-        if name.endswith(".bias") or (layer is not None and int(layer.group(1)) in layers) or name == "lm_head.weight":
+        layer = LAYER.match(name)
+        if layer is not None and layer.group(1) not in layers:
+            raise SourceError(
+                f"{entries[name].file}: {name}: the model has {len(layers)} layers by config.json, counted from 0, and leaving one out "
+                "would change it; check num_hidden_layers"
+            )
+        if name.endswith(".bias") or layer is not None or name == "lm_head.weight":
             raise SourceError(
                 f"{entries[name].file}: {name}: the architecture has no such tensor and leaving it out would change the model; "
                 "check architectures and the *_bias fields of config.json"
@@ -183,30 +205,28 @@ def check_tensors(source: Source, specs: tuple[TensorSpec, ...], *, tied: bool) 
 
 
 def fingerprint(source: Source) -> str:
-    """A SHA-256 (hex) of names, sizes, config, assets and samples of the files: equal for a copy, else different.
+    """A SHA-256 (hex) of config, assets, and the names and every byte of the files: equal for a copy, else different.
 
-    Files up to 4 MiB are hashed whole; of larger ones both ends and evenly spaced windows, so it takes well under a second.
+    Raises SourceError for a file that cannot be read.
     """
-    digest = hashlib.sha256(b"arctool source v1\0")
+    logger.info("hashing %d files of %s", len(source.files), source.where)
+    digest = hashlib.sha256(b"arctool source v2\0")
     for name in sorted(source.assets):
         digest.update(f"{name}\0{len(source.assets[name])}\0".encode() + source.assets[name])
     digest.update(json.dumps(source.config_json, sort_keys=True).encode())
-    for path in source.files:
-        try:
-            size = path.stat().st_size
-            digest.update(f"{path.name}\0{size}\0".encode())
-            with path.open("rb") as stream:
-                for offset, length in _windows(size):
-                    stream.seek(offset)
-                    digest.update(stream.read(length))
-        except OSError as error:
-            raise SourceError(f"{path}: cannot be read: {error.strerror or error}") from error
+    pool = ThreadPoolExecutor(HASH_THREADS)
+    try:
+        for path, whole in zip(source.files, pool.map(_hash_file, source.files), strict=True):
+            digest.update(os.fsencode(path.name) + b"\0" + whole)
+    finally:
+        pool.shutdown(cancel_futures=True)
     return digest.hexdigest()
 
 
-def _windows(size: int) -> list[tuple[int, int]]:
-    """The (offset, length) windows of a file of `size` bytes that its fingerprint reads."""
-    if size <= WHOLE_FILE_BYTES:
-        return [(0, size)]
-    last = size - SAMPLE_BYTES
-    return [(last * step // (INNER_SAMPLES + 1), SAMPLE_BYTES) for step in range(INNER_SAMPLES + 2)]
+def _hash_file(path: Path) -> bytes:
+    """The SHA-256 of a file."""
+    try:
+        with path.open("rb") as stream:
+            return hashlib.file_digest(stream, "sha256").digest()
+    except OSError as error:
+        raise SourceError(f"{path}: cannot be read: {error.strerror or error}") from error

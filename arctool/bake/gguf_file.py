@@ -24,6 +24,8 @@ MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 DEFAULT_ALIGNMENT = 32
 MAX_DIMENSIONS = 4
+MAX_TEXTS = 1 << 22
+"""Of one list: several times the largest vocabulary. Texts are found one by one, so their number is the time that it takes."""
 
 SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 """struct codes of the metadata value types; 8 is a string, 9 an array."""
@@ -48,12 +50,35 @@ class GgufTensor:
 
 
 @dataclass(frozen=True)
+class GgufArray:
+    """A list in the metadata, left in the file until somebody asks for it: element type, number, place in the file."""
+
+    kind: int
+    count: int
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
 class GgufFile:
-    """The parsed front of a GGUF file."""
+    """The parsed front of a GGUF file. A metadata value is a scalar, a text, or a `GgufArray`."""
 
     path: Path
     metadata: Mapping[str, Any]
     tensors: Mapping[str, GgufTensor]
+
+    def array(self, key: str) -> list[Any]:
+        """The elements of the list `key` of the metadata; they become Python objects, so the caller bounds their number first."""
+        place = self.metadata[key]
+        try:
+            raw = np.fromfile(self.path, np.uint8, place.nbytes, offset=place.offset)
+        except OSError as error:
+            raise SourceError(f"{self.path}: {key}: cannot be read: {error}") from error
+        cursor = _Cursor(self.path, raw.tobytes(), 0)
+        if place.kind == STRING:
+            return [cursor.string(key) for _ in range(place.count)]
+        numbers: list[Any] = np.frombuffer(cursor.take(place.nbytes, key), SCALARS[place.kind]).tolist()
+        return numbers
 
     def check_readable(self, tensor: GgufTensor) -> None:
         """Raise SourceError where the block type of `tensor` cannot be dequantised."""
@@ -84,7 +109,7 @@ def read_gguf(path: Path) -> GgufFile:
             if stream.read(4) != MAGIC:
                 raise SourceError(f"{path}: not a model that we know: no GGUF magic; expected a Hugging Face directory or a .gguf file")
             with mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
-                return _parse(path, _Cursor(path, data))
+                return _parse(path, _Cursor(path, data, len(MAGIC)))
     except OSError as error:
         raise SourceError(f"{path}: cannot be read: {error.strerror or error}") from error
 
@@ -92,22 +117,25 @@ def read_gguf(path: Path) -> GgufFile:
 class _Cursor:
     """Reads values from a buffer and refuses to read past its end."""
 
-    def __init__(self, path: Path, data: mmap.mmap) -> None:
+    def __init__(self, path: Path, data: mmap.mmap | bytes, position: int) -> None:
         self.path = path
         self.data = data
         self.size = len(data)
-        self.position = 4
+        self.position = position
+
+    def skip(self, count: int, what: str) -> int:
+        """Pass over the next `count` bytes; returns where they begin."""
+        start, end = self.position, self.position + count
+        if end > self.size:
+            raise SourceError(
+                f"{self.path}: {what}: needs {count} bytes at {start}, the file has {self.size}; it is truncated, fetch it again"
+            )
+        self.position = end
+        return start
 
     def take(self, count: int, what: str) -> bytes:
         """The next `count` bytes."""
-        end = self.position + count
-        if end > self.size:
-            raise SourceError(
-                f"{self.path}: {what}: needs {count} bytes at {self.position}, the file has {self.size}; it is truncated, fetch it again"
-            )
-        taken = self.data[self.position : end]
-        self.position = end
-        return taken
+        return self.data[self.skip(count, what) : self.position]
 
     def scalar(self, code: str, what: str) -> Any:
         return struct.unpack(code, self.take(struct.calcsize(code), what))[0]
@@ -120,7 +148,7 @@ class _Cursor:
             raise SourceError(f"{self.path}: {what}: not valid UTF-8 ({error.reason} at byte {error.start})") from error
 
     def value(self, kind: int, what: str) -> Any:
-        """A metadata value of type `kind`; arrays hold scalars or strings."""
+        """A metadata value of type `kind`; arrays hold scalars or strings, and stay where they are."""
         if kind == STRING:
             return self.string(what)
         if kind != ARRAY:
@@ -129,10 +157,15 @@ class _Cursor:
         smallest = 8 if inner == STRING else struct.calcsize(self._code(inner, what))
         if count * smallest > self.size - self.position:
             raise SourceError(f"{self.path}: {what}: claims {count} elements, more than the file can hold; it is damaged, fetch it again")
+        start = self.position
+        if inner == STRING and count > MAX_TEXTS:
+            raise SourceError(f"{self.path}: {what}: claims {count} texts; no list of a model has more than {MAX_TEXTS}")
         if inner == STRING:
-            return [self.string(what) for _ in range(count)]
-        code = self._code(inner, what)
-        return list(struct.unpack(f"<{count}{code[1]}", self.take(count * smallest, what)))
+            for _ in range(count):
+                self.skip(self.scalar("<Q", what), what)
+        else:
+            self.skip(count * smallest, what)
+        return GgufArray(inner, count, start, self.position - start)
 
     def _code(self, kind: int, what: str) -> str:
         if kind not in SCALARS:

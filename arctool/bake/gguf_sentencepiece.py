@@ -12,12 +12,18 @@ from typing import Any
 SPACE = "▁"
 """What SentencePiece writes for a space (U+2581)."""
 
+MAX_PIECE = 256
+"""Characters of the longest piece that is joined from others: `merges` tries every cut. SentencePiece trains at most 16 by default."""
+
 UNKNOWN, BYTE = 2, 6
 """Token types that this kind of vocabulary has besides those of `gguf_tokenizer`."""
 
 
 def merges(tokens: Sequence[str], scores: Sequence[float], joinable: Sequence[bool]) -> list[list[str]]:
-    """The merge list of a vocabulary. `joinable[i]`: whether token i is text, not a control, unknown or byte piece."""
+    """The merge list of a vocabulary. `joinable[i]`: whether token i is text, not a control, unknown or byte piece.
+
+    Time grows with the square of a token's length; the caller refuses those above `MAX_PIECE`.
+    """
     known = {token: score for token, score, text in zip(tokens, scores, joinable, strict=True) if text}
     ranked = []
     for token, score in known.items():

@@ -6,7 +6,6 @@ refused by name, because a tensor or field that is silently left out changes the
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,10 +15,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from arctool.bake.gguf_file import GgufFile, GgufTensor, read_gguf
+from arctool.bake.gguf_file import GgufArray, GgufFile, GgufTensor, read_gguf
 from arctool.bake.gguf_tokenizer import tokenizer_assets
 from arctool.bake.stored import Source, StoredTensor
 from arctool.errors import SourceError
+from arctool.run.layers.rope import inverse_frequencies
+from arctool.run.rope_config import RopeConfig
 
 OUTER_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 LAYER_NAMES = {
@@ -36,6 +37,26 @@ LAYER_NAMES = {
     "ffn_down": "mlp.down_proj",
 }
 ROPE_FACTORS = "rope_freqs.weight"
+LARGEST = float(np.finfo(np.float32).max)
+
+MAPPED = (
+    *("block_count", "context_length", "embedding_length", "feed_forward_length"),
+    *("attention.head_count", "attention.head_count_kv", "attention.key_length", "attention.layer_norm_rms_epsilon"),
+    *("rope.freq_base", "rope.scaling.type", "rope.scaling.factor", "rope.scaling.original_context_length"),
+    *("rope.scaling.finetuned", "vocab_size"),
+)
+"""Metadata `<arch>.*` that our config holds, or that says nothing about the computation (the last three)."""
+
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "tensor_data_layout": ("Meta AI original pth",),
+    "attention.causal": (True,),
+    "rope.scale_linear": (1.0, 0.0),
+    "rope.scaling.attn_factor": (1.0,),
+    **dict.fromkeys(("expert_count", "expert_used_count", "leading_dense_block_count", "attention.sliding_window"), (0,)),
+    **dict.fromkeys(("attention.scale", "attention.clamp_kqv", "attention.max_alibi_bias", "residual_scale", "embedding_scale"), (0.0,)),
+    **dict.fromkeys(("logit_scale", "final_logit_softcapping", "attn_logit_softcapping"), (0.0,)),
+}
+"""Metadata `<arch>.*` that our config cannot hold, with the values that change nothing (in llama.cpp 0 mostly means: not used)."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +105,7 @@ def deinterleave(values: NDArray[np.float32], heads: int) -> NDArray[np.float32]
 def open_gguf(path: Path) -> Source:
     """The checkpoint in the GGUF file at `path`. Raises SourceError naming the field or tensor that we cannot use."""
     file = read_gguf(path)
-    fields = Fields(file)
+    fields = Metadata(file)
     arch = fields.text("general.architecture")
     family = FAMILIES.get(arch)
     if family is None:
@@ -97,7 +118,7 @@ def open_gguf(path: Path) -> Source:
     return Source(str(path), config, store, tokenizer_assets(file), (path,), licence if isinstance(licence, str) else None)
 
 
-class Fields:
+class Metadata:
     """Typed access to the metadata; errors name the file and the key."""
 
     def __init__(self, file: GgufFile) -> None:
@@ -116,19 +137,19 @@ class Fields:
         """A positive whole number. A list (one value a layer) is refused: layers of different shape are not read."""
         value = self.metadata.get(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-            found = "nothing" if value is None else "one value for each layer" if isinstance(value, list) else repr(value)[:60]
+            found = "nothing" if value is None else "one value for each layer" if isinstance(value, GgufArray) else repr(value)[:60]
             raise SourceError(f"{self.path}: {key}: expected one positive whole number, found {found}")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
         """A number, as the shortest decimal that gives the stored f32 (1e-5, not 9.999999747378752e-06)."""
         value = self.metadata.get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= LARGEST:
             raise SourceError(f"{self.path}: {key}: expected a number, found {'nothing' if value is None else repr(value)[:60]}")
         return float(str(np.float32(value)))
 
 
-def config_json(fields: Fields, family: Family, arch: str) -> dict[str, Any]:
+def config_json(fields: Metadata, family: Family, arch: str) -> dict[str, Any]:
     """The config.json that the Hugging Face checkpoint would have."""
     hidden, heads = fields.count(f"{arch}.embedding_length"), fields.count(f"{arch}.attention.head_count")
     head_dim = fields.count(f"{arch}.attention.key_length", hidden // heads)
@@ -162,36 +183,40 @@ def config_json(fields: Fields, family: Family, arch: str) -> dict[str, Any]:
     return config
 
 
-def _refuse_unmapped(fields: Fields, arch: str, head_dim: int) -> None:
-    """Refuse metadata that would change the computation in a way that no field of our config expresses."""
-    for key, neutral in (("rope.dimension_count", head_dim), ("attention.value_length", head_dim), ("expert_count", 0)):
-        value = fields.metadata.get(f"{arch}.{key}", neutral)
-        if value != neutral:
-            raise SourceError(f"{fields.path}: {arch}.{key}: {value!r} is not supported, only {neutral}")
-    for key in ("attention.sliding_window", "attention.scale", "logit_scale", "final_logit_softcapping", "residual_scale"):
-        if fields.metadata.get(f"{arch}.{key}"):
-            raise SourceError(f"{fields.path}: {arch}.{key}: models with this field are not read from GGUF; use the original checkpoint")
+def _refuse_unmapped(fields: Metadata, arch: str, head_dim: int) -> None:
+    """Refuse metadata that no field of our config expresses, unless its value changes nothing."""
+    same_as_head = {"rope.dimension_count": (head_dim,), "attention.value_length": (head_dim,)}
+    neutral: dict[str, tuple[Any, ...]] = {**NEUTRAL, **same_as_head}
+    for key, value in fields.metadata.items():
+        name = key.removeprefix(f"{arch}.")
+        if name == key or name in MAPPED:
+            continue
+        if name not in neutral:
+            raise SourceError(
+                f"{fields.path}: {key}: the meaning of this field is not known here, and leaving it out might change the model; "
+                "use the original checkpoint"
+            )
+        if value not in neutral[name]:
+            raise SourceError(f"{fields.path}: {key}: {value!r} is not supported, only {neutral[name][0]!r}; use the original checkpoint")
 
 
-def rope_scaling(fields: Fields, arch: str) -> dict[str, Any] | None:
+def rope_scaling(fields: Metadata, arch: str) -> dict[str, Any] | None:
     """The `rope_scaling` of config.json: from the metadata, or recognised from llama.cpp's table of frequency factors."""
-    kind = fields.metadata.get(f"{arch}.rope.scaling.type", "none")
+    key = f"{arch}.rope.scaling"
+    # llama.cpp takes a factor without a type for a linear one.
+    kind = fields.metadata.get(f"{key}.type", "linear" if f"{key}.factor" in fields.metadata else "none")
+    if kind not in ("none", "linear"):
+        raise SourceError(f"{fields.path}: {key}.type: {kind!r} is not supported, only none and linear")
     if ROPE_FACTORS in fields.tensors:
+        if kind != "none":
+            raise SourceError(f"{fields.path}: {key}.type: {kind!r} beside a table {ROPE_FACTORS} is not supported")
         return _llama3_scaling(fields, arch)
-    if kind == "none":
-        return None
-    if kind not in ("linear", "yarn"):
-        raise SourceError(f"{fields.path}: {arch}.rope.scaling.type: {kind!r} is not supported, only none, linear and yarn")
-    scaling: dict[str, Any] = {"rope_type": kind, "factor": fields.number(f"{arch}.rope.scaling.factor")}
-    if kind == "yarn":
-        scaling["original_max_position_embeddings"] = fields.count(f"{arch}.rope.scaling.original_context_length")
-    return scaling
+    return None if kind == "none" else {"rope_type": kind, "factor": fields.number(f"{key}.factor")}
 
 
-def _llama3_scaling(fields: Fields, arch: str) -> dict[str, Any]:
+def _llama3_scaling(fields: Metadata, arch: str) -> dict[str, Any]:
     """Llama 3's scaling survives in GGUF only as its result; the published parameters that give that result are put back."""
-    tensor = fields.tensors[ROPE_FACTORS]
-    stored = fields.file.read(tensor).ravel()
+    stored = fields.file.read(fields.tensors[ROPE_FACTORS]).ravel()
     theta = fields.number(f"{arch}.rope.freq_base", 10000.0)
     for factor in (8.0, 32.0):
         scaling = {
@@ -201,19 +226,18 @@ def _llama3_scaling(fields: Fields, arch: str) -> dict[str, Any]:
             "high_freq_factor": 4.0,
             "original_max_position_embeddings": 8192,
         }
-        expected = llama3_factors(theta, 2 * stored.size, factor, 1.0, 4.0, 8192)
-        if np.allclose(stored, expected, rtol=1e-4, atol=0):
+        if np.allclose(stored, frequency_factors(theta, 2 * stored.size, scaling), rtol=1e-4, atol=0):
             return scaling
     raise SourceError(
         f"{fields.path}: {ROPE_FACTORS}: these rotary frequency factors are not those of Llama 3.1 or 3.2; use the original checkpoint"
     )
 
 
-def llama3_factors(theta: float, head_dim: int, factor: float, low: float, high: float, original: int) -> NDArray[np.float64]:
-    """By what each rotary frequency [head_dim / 2] is divided (Llama 3.1: long waves by `factor`, short not, a ramp else)."""
-    wavelength = 2 * math.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
-    ramp = np.clip((original / wavelength - low) / (high - low), 0.0, 1.0)
-    return 1.0 / ((1.0 - ramp) / factor + ramp)
+def frequency_factors(theta: float, head_dim: int, scaling: Mapping[str, Any]) -> NDArray[np.float32]:
+    """By what `scaling` divides each rotary frequency: f32 [head_dim / 2], from the engine's own frequencies."""
+    plain, scaled = (inverse_frequencies(RopeConfig(theta, how), head_dim) for how in (None, scaling))
+    factors: NDArray[np.float32] = (plain / scaled).numpy()
+    return factors
 
 
 def tensor_names(file: GgufFile) -> dict[str, str]:

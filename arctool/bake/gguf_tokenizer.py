@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import json
 import math
+import reprlib
 from collections.abc import Mapping
 from typing import Any
 
-from arctool.bake.gguf_file import GgufFile
-from arctool.bake.gguf_sentencepiece import BYTE, UNKNOWN, merges, parts
+from arctool.bake.gguf_file import STRING, GgufArray, GgufFile
+from arctool.bake.gguf_sentencepiece import BYTE, MAX_PIECE, UNKNOWN, merges, parts
 from arctool.errors import SourceError
+
+ELEMENTS: Mapping[type, tuple[int, ...]] = {str: (STRING,), int: (0, 1, 2, 3, 4, 5, 10, 11), float: (6, 12)}
+"""Metadata element types that are texts, whole numbers, reals."""
 
 NORMAL, CONTROL, USER_DEFINED = 1, 3, 4
 """Token types of llama.cpp's vocabularies."""
@@ -68,7 +72,10 @@ class _Vocabulary:
     """The `tokenizer.*` metadata of a file, checked."""
 
     def __init__(self, file: GgufFile) -> None:
+        self._file = file
         self._path = file.path
+        embedding = file.tensors.get("token_embd.weight")
+        self._rows = 0 if embedding is None else embedding.shape[0]
         self._metadata = file.metadata
         self._kind = file.metadata.get("tokenizer.ggml.model")
         if self._kind not in KINDS:
@@ -85,14 +92,9 @@ class _Vocabulary:
             )
         self.tokens = self._list("tokens", str)
         self.types = self._list("token_type", int) if "tokenizer.ggml.token_type" in file.metadata else [NORMAL] * len(self.tokens)
-        embedding = file.tensors.get("token_embd.weight")
         if len(self.types) != len(self.tokens) or len(set(self.tokens)) != len(self.tokens):
             raise SourceError(
                 f"{file.path}: tokenizer.ggml.tokens: expected {len(self.types)} distinct tokens, found {len(set(self.tokens))}"
-            )
-        if embedding is not None and len(self.tokens) > embedding.shape[0]:
-            raise SourceError(
-                f"{file.path}: tokenizer.ggml.tokens: {len(self.tokens)}, but token_embd.weight has {embedding.shape[0]} rows"
             )
 
     def tokenizer_json(self) -> dict[str, Any]:
@@ -133,7 +135,14 @@ class _Vocabulary:
         missing = {f"<0x{byte:02X}>" for byte in range(256)} - {t for t, k in zip(self.tokens, self.types, strict=True) if k == BYTE}
         if missing:
             raise SourceError(f"{self._path}: tokenizer.ggml.tokens: no byte piece {min(missing)}; only vocabularies with all 256 are read")
-        merge_list = merges(self.tokens, scores, [kind in (NORMAL, USER_DEFINED) for kind in self.types])
+        joinable = [kind in (NORMAL, USER_DEFINED) for kind in self.types]
+        for index, token in enumerate(self.tokens):
+            if joinable[index] and len(token) > MAX_PIECE:
+                raise SourceError(
+                    f"{self._path}: tokenizer.ggml.tokens: token {index} ({reprlib.repr(token)}) has {len(token)} characters; "
+                    f"a SentencePiece vocabulary with more than {MAX_PIECE} is not read"
+                )
+        merge_list = merges(self.tokens, scores, joinable)
         unknown = next((token for token, kind in zip(self.tokens, self.types, strict=True) if kind == UNKNOWN), None)
         return parts(self.tokens, merge_list, unknown, self._metadata.get("tokenizer.ggml.add_space_prefix", True))
 
@@ -160,11 +169,15 @@ class _Vocabulary:
         return {"content": self.tokens[index], **flags, "special": self.types[index] != USER_DEFINED}
 
     def _list(self, key: str, kind: type) -> list[Any]:
+        """The list `tokenizer.ggml.<key>` of texts, whole numbers or reals; all but the merges have at most one entry a token."""
+        where = f"{self._path}: tokenizer.ggml.{key}"
         value = self._metadata.get(f"tokenizer.ggml.{key}")
-        if not isinstance(value, list) or not all(isinstance(item, kind) for item in value):
-            found = "nothing" if value is None else type(value).__name__
-            raise SourceError(f"{self._path}: tokenizer.ggml.{key}: expected a list of {kind.__name__}, found {found}")
-        return value
+        if not isinstance(value, GgufArray) or value.kind not in ELEMENTS[kind]:
+            found = "nothing" if value is None else "a list of others" if isinstance(value, GgufArray) else type(value).__name__
+            raise SourceError(f"{where}: expected a list of {kind.__name__}, found {found}")
+        if value.count > self._rows and key != "merges":
+            raise SourceError(f"{where}: {value.count} entries, but token_embd.weight has {self._rows} rows")
+        return self._file.array(f"tokenizer.ggml.{key}")
 
     def _merge(self, merge: str) -> list[str]:
         parts = merge.split(" ")

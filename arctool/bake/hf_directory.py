@@ -80,6 +80,9 @@ def _tensor_files(directory: Path, where: str) -> tuple[Path, ...]:
     if (directory / SINGLE_NAME).is_file():
         return (directory / SINGLE_NAME,)
     found = sorted(directory.glob("*.safetensors"))
+    for path in found:
+        if not path.is_file():
+            raise SourceError(f"{path}: not a regular file, or a link that leads nowhere; fetch the file itself")
     if len(found) == 1:
         return (found[0],)
     if found:

@@ -1,17 +1,17 @@
 """What a bake has finished so far, on disk, so that a killed one goes on where it was and ends with the same bytes.
 
-A hidden directory beside the output: `bake.json` says which bake it belongs to, one file a layer appears by rename when it is whole.
-Knows trellis tensors, not how they are made or what an artifact looks like.
+A hidden directory beside the output: `bake.json` says which bake it belongs to; one file a layer, a SHA-256 and then an npz, appears
+by rename when it is whole. Knows trellis tensors, not how they are made or what an artifact looks like.
 """
 
 from __future__ import annotations
 
-import fcntl
+import contextlib
+import hashlib
 import io
 import json
 import os
 import shutil
-import zipfile
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -23,6 +23,11 @@ from arctool.errors import StorageError
 from arctool.quant.hadamard import Rotation
 from arctool.quant.tensor import TrellisTensor
 from arctool.uqff.files import storage_errors, sync_directory, write_file
+from arctool.uqff.locks import is_at, try_lock
+
+HEADER = "bake.json"
+SUFFIX = ".layer"
+DIGEST_BYTES = hashlib.sha256().digest_size
 
 
 class Journal:
@@ -35,36 +40,34 @@ class Journal:
         self._lock: int | None = None
 
     def __enter__(self) -> Journal:
+        with storage_errors(self.directory.parent, "write"):
+            self.directory.parent.mkdir(parents=True, exist_ok=True)
         with storage_errors(self.directory, "write"):
-            self.directory.mkdir(parents=True, exist_ok=True)
-            self._lock = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY)
-            try:
-                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                os.close(self._lock)
-                raise StorageError(f"{self.directory}: another bake to the same output is running; wait for it or choose -o") from None
-            header = self.directory / "bake.json"
-            if not header.is_file() or header.read_bytes() != self._identity:
-                for item in self.directory.iterdir():
-                    item.unlink()
-                self._write("bake.json", self._identity)
+            self._lock = self._acquire()
+        if self._lock is None:
+            raise StorageError(f"{self.directory}: another bake to the same output is running; wait for it or choose -o")
+        try:
+            self._claim()
+        except BaseException:
+            self._leave()
+            raise
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+        self._leave()
 
     def load(self, index: int, key: str, shape: tuple[int, ...], tools: RungTools, seed: int) -> RoundedLayer | None:
         """Layer `index` if it was finished and its file is whole, else None. Rotation and table are remade, not stored."""
-        path = self.directory / f"{index:05d}.npz"
+        path = self._file(index)
         if not path.is_file():
             return None
-        try:
-            with storage_errors(path, "read"), np.load(path, allow_pickle=False) as stored:
-                packed, scales, error = stored["packed"], stored["scales"], float(stored["error"])
-        except (ValueError, KeyError, EOFError, zipfile.BadZipFile):
+        with storage_errors(path, "read"):
+            data = path.read_bytes()
+        digest, body = data[:DIGEST_BYTES], data[DIGEST_BYTES:]
+        if self._digest(index, body) != digest:
             return None
+        with np.load(io.BytesIO(body), allow_pickle=False) as stored:
+            packed, scales, error = stored["packed"], stored["scales"], float(stored["error"])
         tensor = TrellisTensor(
             tools.rung.geometry, tools.codebook, shape[1], packed, scales, Rotation.seeded(seed, key, shape[0], shape[1])
         )
@@ -75,23 +78,73 @@ class Journal:
         """Keep a finished layer. Raises StorageError."""
         buffer = io.BytesIO()
         np.savez(buffer, packed=layer.tensor.packed, scales=layer.tensor.scales, error=np.float64(layer.relative_error))
-        self._write(f"{index:05d}.npz", buffer.getvalue())
+        body = buffer.getvalue()
+        self._write(self._file(index), self._digest(index, body) + body)
 
     def finished(self) -> int:
         """How many layers are kept."""
-        return sum(1 for _ in self.directory.glob("*.npz"))
+        return sum(1 for _ in self.directory.glob(f"*{SUFFIX}"))
+
+    def stored_bytes(self) -> int:
+        """Size of the layers that are kept."""
+        return sum(path.stat().st_size for path in self.directory.glob(f"*{SUFFIX}"))
 
     def remove(self) -> None:
         """The artifact is out; nothing here is needed any more."""
         shutil.rmtree(self.directory, ignore_errors=True)
 
-    def _write(self, name: str, data: bytes) -> None:
-        temporary, final = self.directory / f"{name}.part", self.directory / name
+    def discard(self) -> None:
+        """Remove what a bake left that died just after its artifact appeared; a live bake's journal stays."""
+        if self.directory.is_dir():
+            lock = try_lock(self.directory)
+            if lock is not None:
+                self.remove()
+                os.close(lock)
+
+    def _acquire(self) -> int | None:
+        """The lock of the directory, made where it is not; None where another bake has it. One that just ended may take it away."""
+        while True:
+            self.directory.mkdir(exist_ok=True)
+            lock = try_lock(self.directory)
+            if lock is not None or self.directory.exists():
+                return lock
+
+    def _claim(self) -> None:
+        """Clear another bake's leavings, unless the directory is this very bake's."""
+        header = self.directory / HEADER
+        with storage_errors(self.directory, "write"):
+            if header.is_file() and header.read_bytes() == self._identity:
+                return
+            for item in self.directory.iterdir():
+                item.unlink()
+        self._write(header, self._identity)
+
+    def _leave(self) -> None:
+        """Unlock; a journal without one finished layer offers a next run nothing and goes.
+
+        Once `remove` has run, the path may already be another bake's journal, which is not ours to look at.
+        """
+        if self._lock is not None:
+            if is_at(self._lock, self.directory) and not self.finished():
+                self.remove()
+            os.close(self._lock)
+            self._lock = None
+
+    def _digest(self, index: int, body: bytes) -> bytes:
+        """Of a layer's bytes and of what they are: a file that strayed in from another place or bake does not fit."""
+        return hashlib.sha256(self._identity + index.to_bytes(8, "little") + body).digest()
+
+    def _file(self, index: int) -> Path:
+        return self.directory / f"{index:05d}{SUFFIX}"
+
+    def _write(self, final: Path, data: bytes) -> None:
+        temporary = final.with_name(f"{final.name}.part")
         try:
             write_file(temporary, data)
             with storage_errors(final, "write"):
                 os.replace(temporary, final)
                 sync_directory(self.directory)
         except BaseException:
-            temporary.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
             raise

@@ -1,18 +1,21 @@
 """Source to artifact: plan what each tensor gets, round layer after layer with a journal, assemble the container at the end.
 
 The same generator of baked tensors feeds the file writer and the in-memory model, so both hold the same weights. Knows checkpoints,
-recipes and the writer's interface; the rounding itself is in `rounding`.
+recipes and the writer's interface; the rounding itself is in `rounding`, what is asked of the output's place in `place`.
+
+On the disk a bake needs the journal (every quantised layer) and the artifact, and while a shard is sealed that shard a second time: for
+an artifact of one shard (up to 10 GiB) three times its size. One that is replaced stays until the new one is whole.
 """
 
 from __future__ import annotations
 
-import json
+import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,18 +24,19 @@ from numpy.typing import NDArray
 
 from arctool.bake.checkpoint import Checkpoint
 from arctool.bake.journal import Journal
+from arctool.bake.place import check_free, check_room, finished_before
+from arctool.bake.provenance import bake_info
 from arctool.bake.recipe import KEEP, Choice, Recipe
-from arctool.bake.rounding import RungTools, round_layer
-from arctool.errors import FormatError, InterruptedByUser, StorageError
-from arctool.quant.bf16 import to_bf16
+from arctool.bake.rounding import RoundedLayer, RungTools, round_layer
+from arctool.errors import InterruptedByUser, SourceError, UsageError
+from arctool.quant.bf16 import from_bf16, to_bf16
 from arctool.quant.codebooks import rung
 from arctool.quant.tensor import DenseTensor, Weight
 from arctool.run.config import ModelConfig
 from arctool.run.models.spec import Role, TensorSpec
-from arctool.uqff.container import ArtifactWriter, BakeInfo, LayerDetails, Report, open_artifact
+from arctool.uqff.container import ArtifactWriter, BakeInfo, LayerDetails, Report, recover
 
-ALGORITHM = "round-1"
-"""Names what turns weights into bytes; a journal of another algorithm is not continued."""
+SEEDS = 1 << 64
 
 
 @dataclass(frozen=True)
@@ -107,16 +111,20 @@ def bake(
     began = time.monotonic()
     output = Path(os.path.abspath(output))
     tasks = plan(checkpoint, recipe)
+    check_seed(seed)
     info = bake_info(checkpoint, recipe, seed)
-    finished = finished_before(output, info)
+    recover(output)
     journal = Journal(output, identity(tasks, info))
-    if finished is not None and not overwrite:
-        journal.remove()
+    finished = None if overwrite else finished_before(output, info)
+    if finished is not None:
+        journal.discard()
         return BakeResult(output, finished, len(tasks), time.monotonic() - began, checkpoint.ignored)
+    check_free(output, overwrite)
     writer = ArtifactWriter(output, "model", config=checkpoint.config_json, assets=checkpoint.assets, overwrite=overwrite)
     resumed = 0
     with journal:
         with interruptible(journal, tasks), writer:
+            check_room(output, layer_sizes(tasks), journal.stored_bytes())
             for baked, done in baked_tensors(checkpoint, tasks, seed, jobs, journal):
                 add(writer, baked, recipe)
                 resumed += done.resumed
@@ -149,7 +157,7 @@ def baked_tensors(
                 layer = journal.load(task.index, spec.key, spec.shape, kit, seed) if journal is not None else None
                 resumed = layer is not None
                 if layer is None:
-                    layer = round_layer(checkpoint.tensor(spec.name), spec.key, kit, seed, pool)
+                    layer = quantise(checkpoint, spec, kit, seed, pool)
                     if journal is not None:
                         journal.store(task.index, layer)
                 weight, error = layer.tensor, layer.relative_error
@@ -160,11 +168,43 @@ def baked_tensors(
         pool.shutdown(wait=True, cancel_futures=True)
 
 
+def quantise(checkpoint: Checkpoint, spec: TensorSpec, tools: RungTools, seed: int, pool: Executor) -> RoundedLayer:
+    """A linear layer, rounded. Raises SourceError naming file and tensor."""
+    weight = checkpoint.tensor(spec.name)
+    try:
+        return round_layer(weight, spec.key, tools, seed, pool)
+    except SourceError as error:
+        raise SourceError(f"{checkpoint.file(spec.name)}: {error}") from error
+
+
 def keep(checkpoint: Checkpoint, spec: TensorSpec) -> DenseTensor:
-    """An unquantised tensor: bf16, except for norms that the source holds wider, which stay f32."""
+    """An unquantised tensor: bf16, except for norms that the source holds wider, which stay f32.
+
+    Raises SourceError where a value is too large for bf16.
+    """
     values = checkpoint.tensor(spec.name)
-    wide_norm = spec.role is Role.NORM and checkpoint.stored_dtype(spec.name) != "BF16"
-    return DenseTensor(values) if wide_norm else DenseTensor(to_bf16(values))
+    if spec.role is Role.NORM and checkpoint.stored_dtype(spec.name) != "BF16":
+        return DenseTensor(values)
+    narrow = to_bf16(values)
+    finite = np.isfinite(from_bf16(narrow))
+    if not finite.all():
+        index = tuple(int(i) for i in np.argwhere(~finite)[0])
+        raise SourceError(
+            f"{checkpoint.file(spec.name)}: {spec.name}: the value {values[index]} at {list(index)} is larger than bf16 can hold; "
+            "the checkpoint is damaged"
+        )
+    return DenseTensor(narrow)
+
+
+def layer_sizes(tasks: Iterable[Task]) -> list[tuple[int, bool]]:
+    """(bytes of the weights in the shards, whether the journal keeps them too) of every layer: bf16, or streams and scales."""
+    sizes = []
+    for task in tasks:
+        shape, name = task.spec.shape, task.choice.rung
+        if task.spec.role is not Role.NORM:
+            size = 2 * math.prod(shape) if name == KEEP else shape[0] * (rung(name).geometry.stride(shape[1]) + 4)
+            sizes.append((size, name != KEEP))
+    return sizes
 
 
 def add(writer: ArtifactWriter, baked: BakedTensor, recipe: Recipe) -> None:
@@ -177,53 +217,27 @@ def add(writer: ArtifactWriter, baked: BakedTensor, recipe: Recipe) -> None:
     details = LayerDetails(
         default_target=recipe.default,
         resolved_target=choice.rung,
-        fallback_reason=choice.reason if choice.reason.startswith("fallback") else None,
+        fallback_reason=choice.reason if choice.fallback else None,
         relative_error=baked.relative_error,
     )
     writer.add_layer(spec.key, baked.weight, baked.bias, details)
 
 
-def bake_info(checkpoint: Checkpoint, recipe: Recipe, seed: int) -> BakeInfo:
-    """What the report says of the bake: names, never paths of this machine."""
-    return BakeInfo(
-        rung=recipe.default,
-        seed=seed,
-        recipe=asdict(recipe),
-        base_model=Path(checkpoint.origin).name if os.path.isabs(checkpoint.origin) else checkpoint.origin,
-        fingerprint=checkpoint.fingerprint,
-        licence=checkpoint.licence,
-    )
+def check_seed(seed: int) -> None:
+    """Raise UsageError for a seed that not every reader of the report could hold."""
+    if not 0 <= seed < SEEDS:
+        raise UsageError(f"--seed: expected 0 to {SEEDS - 1}, found {seed}")
 
 
 def identity(tasks: tuple[Task, ...], info: BakeInfo) -> dict[str, Any]:
     """What must agree for finished layers to be used again."""
-    tables = {task.choice.rung: rung(task.choice.rung).codebook().digest for task in tasks if task.choice.rung != KEEP}
     return {
-        "algorithm": ALGORITHM,
+        "algorithm": info.algorithm,
         "fingerprint": info.fingerprint,
         "seed": info.seed,
         "layers": [[task.spec.key, list(task.spec.shape), task.choice.rung] for task in tasks],
-        "tables": tables,
+        "tables": info.tables,
     }
-
-
-def finished_before(output: Path, info: BakeInfo) -> Report | None:
-    """The report of a whole artifact at `output` that this very bake has made, so that repeating a finished bake is no error."""
-    if not output.is_dir():
-        return None
-    try:
-        with open_artifact(output) as artifact:
-            report = artifact.report
-    except (FormatError, StorageError):
-        return None
-    if report is None or report.bake is None:
-        return None
-    return report if _plain(report.bake) == _plain(info) else None
-
-
-def _plain(info: BakeInfo) -> str:
-    """The info as JSON text, in which a tuple and the list that it is read back as are equal."""
-    return json.dumps(asdict(info), sort_keys=True)
 
 
 @contextmanager
@@ -258,6 +272,7 @@ def bake_in_memory(checkpoint: Checkpoint, recipe: Recipe, *, seed: int = 0, job
     """Bake without files, for evaluation and for proving that the file changes nothing."""
     weights: dict[str, Weight] = {}
     biases: dict[str, NDArray[np.float32]] = {}
+    check_seed(seed)
     for baked, _ in baked_tensors(checkpoint, plan(checkpoint, recipe), seed, jobs, None):
         weights[baked.task.spec.key] = baked.weight
         if baked.bias is not None:

@@ -39,15 +39,19 @@ MAX_LAYER = 100_000
 
 @dataclass(frozen=True)
 class Choice:
-    """What a tensor gets: a rung's name or `bf16`, and why."""
+    """What a tensor gets: a rung's name or `bf16`, why, and whether that is in place of a rung that its width cannot take."""
 
     rung: str
     reason: str
+    fallback: bool = False
 
 
 @dataclass(frozen=True)
 class Rule:
-    """One line of a recipe. `match`: a glob over the module path; `first` ≤ layer < `end`, any tensor where `first` is None."""
+    """One line of a recipe. `match`: a glob over the module path; `first` ≤ layer < `end`, any tensor where `first` is None.
+
+    `where`: file and key, for messages; no part of what the recipe is.
+    """
 
     where: str
     rung: str
@@ -75,6 +79,11 @@ class Recipe:
         """Every linear layer gets `rung_name` (or `bf16`). Raises UsageError for an unknown rung."""
         return cls(_rung(rung_name, "--isq"))
 
+    def to_json(self) -> dict[str, Any]:
+        """The recipe as plain JSON: what it does to any model, not which file and line said so."""
+        rules = [{"rung": rule.rung, "match": rule.match, "first": rule.first, "end": rule.end} for rule in self.rules]
+        return {"default": self.default, "fallback": self.fallback, "rules": rules}
+
     def choose(self, spec: TensorSpec, layer_count: int) -> Choice:
         """The rung for tensor `spec` of a model with `layer_count` layers.
 
@@ -93,8 +102,8 @@ class Recipe:
             return Choice(wanted, reason)
         misfit = f"{in_features} inputs are not a multiple of {wanted}'s V={rung(wanted).geometry.v}"
         if fits(self.fallback, in_features):
-            return Choice(self.fallback, f"fallback: {misfit}")
-        return Choice(KEEP, f"fallback: {misfit}, nor of {self.fallback}'s V={rung(self.fallback).geometry.v}")
+            return Choice(self.fallback, f"fallback: {misfit}", True)
+        return Choice(KEEP, f"fallback: {misfit}, nor of {self.fallback}'s V={rung(self.fallback).geometry.v}", True)
 
     def check(self, specs: Iterable[TensorSpec]) -> None:
         """Raise UsageError for a rule that names nothing in the model, or that names a tensor or layer it cannot have."""
@@ -148,6 +157,8 @@ def load_recipe(path: Path, default_rung: str) -> Recipe:
 def _read(path: Path) -> Mapping[Any, Any]:
     """The mapping in the file, with no key twice."""
     try:
+        if path.exists() and not path.is_file():
+            raise UsageError(f"{path}: cannot be read: not a regular file")
         if path.stat().st_size > MAX_FILE_BYTES:
             raise UsageError(f"{path}: larger than {MAX_FILE_BYTES} bytes, so it is no recipe")
         text = path.read_text(encoding="utf-8")
@@ -192,7 +203,7 @@ def _rule(value: object, where: str) -> Rule:
     if unknown:
         raise UsageError(f"{where}: unknown key {unknown[0]!r}; known: {', '.join(RULE_KEYS)}")
     match, skip = value.get("match"), value.get("skip", False)
-    if not isinstance(match, str) or not match:
+    if not isinstance(match, str) or not match or not match.isprintable():
         raise UsageError(f'{where}: match: expected a pattern such as "*.v_proj", found {reprlib.repr(match)}')
     if not isinstance(skip, bool):
         raise UsageError(f"{where}: skip: expected true or false, found {reprlib.repr(skip)}")

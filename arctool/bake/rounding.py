@@ -6,6 +6,7 @@ number of threads moves no byte.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from concurrent.futures import Executor
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from arctool.bake.viterbi import Searcher
+from arctool.errors import SourceError
 from arctool.quant.codebooks import Codebook, Rung
 from arctool.quant.hadamard import Rotation
 from arctool.quant.tensor import TrellisTensor
@@ -24,6 +26,10 @@ CHUNK_ROWS = 32
 
 GAIN_FACTORS = (0.95, 1.0, 1.05)
 """Scales tried for each row, around the rung's own: worth 0.5 % of the error at 2 bits and 1.8 % at 4 (SmolLM2, rows of 576)."""
+
+
+ORDINARY_EXPONENT = 100
+"""Weights below 2^100 are rotated as they are: the butterflies of both sides reach 2^10.5 times as far, and f32 ends at 2^128."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +58,16 @@ class RoundedRows:
 
 
 @dataclass(frozen=True)
+class RoundedChunk:
+    """Some rows of a layer, done: packed u8 [rows, stride], scales f32 [rows], summed squared error and summed squares."""
+
+    packed: NDArray[np.uint8]
+    scales: NDArray[np.float32]
+    error: float
+    power: float
+
+
+@dataclass(frozen=True)
 class RoundedLayer:
     """A layer's tensor and ‖W−Ŵ‖²/‖W‖² against the weight that was given."""
 
@@ -60,23 +76,55 @@ class RoundedLayer:
 
 
 def round_layer(weight: NDArray[np.float32], key: str, tools: RungTools, seed: int, pool: Executor) -> RoundedLayer:
-    """Quantise `weight` f32 [out, in], finite. Peak memory: four times the weight, plus the searcher's workspace a thread."""
+    """Quantise `weight` f32 [out, in], finite.
+
+    Peak memory besides `weight`: five times it while it is rotated; then the rotated copy, the packed rows, and for each thread the
+    searcher's workspace and some f64 copies of `CHUNK_ROWS` rows. Raises SourceError where f32 cannot hold the quantised layer.
+    """
     rotation = Rotation.seeded(seed, key, *weight.shape)
-    rotated = rotation.rotate(weight)
+    shift = excess_exponent(weight)
+    rotated = rotation.rotate(np.ldexp(weight, -shift) if shift else weight)
     chunks = [rotated[start : start + CHUNK_ROWS] for start in range(0, rotated.shape[0], CHUNK_ROWS)]
-    rounded = list(pool.map(lambda rows: search_scales(rows, tools), chunks))
-    geometry = tools.rung.geometry
+    rounded = list(pool.map(lambda rows: round_chunk(rows, tools), chunks))
+    with np.errstate(over="ignore"):  # what overflows is refused below
+        scales = np.ldexp(np.concatenate([part.scales for part in rounded]), shift)
     tensor = TrellisTensor(
-        geometry=geometry,
+        geometry=tools.rung.geometry,
         codebook=tools.codebook,
         in_features=weight.shape[1],
-        packed=np.concatenate([pack_symbols(part.symbols, geometry) for part in rounded]),
-        scales=np.concatenate([part.scales for part in rounded]),
+        packed=np.concatenate([part.packed for part in rounded]),
+        scales=scales,
         rotation=rotation,
     )
-    power = float((rotated.astype(np.float64) ** 2).sum())
-    error = sum(float(part.errors.sum()) for part in rounded)
+    if shift:
+        check_holds(tensor, weight, key)
+    power = sum(part.power for part in rounded)
+    error = sum(part.error for part in rounded)
     return RoundedLayer(tensor, error / power if power else 0.0)
+
+
+def excess_exponent(weight: NDArray[np.float32]) -> int:
+    """By how many powers of two a layer is to be scaled down before it is rotated: 0 for every layer of an ordinary model."""
+    largest = max(float(weight.max()), -float(weight.min()))
+    return max(0, math.frexp(largest)[1] - ORDINARY_EXPONENT)
+
+
+def check_holds(tensor: TrellisTensor, weight: NDArray[np.float32], key: str) -> None:
+    """Raise SourceError where a scale or a decoded weight of the layer is beyond f32."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        finite = bool(np.isfinite(tensor.scales).all()) and bool(np.isfinite(tensor.dense()).all())
+    if not finite:
+        raise SourceError(
+            f"{key}.weight: holds values up to {np.abs(weight).max():.3g}, which f32 arithmetic cannot rotate and quantise; "
+            "the checkpoint is damaged"
+        )
+
+
+def round_chunk(rows: NDArray[np.float32], tools: RungTools) -> RoundedChunk:
+    """Round some rows f32 [n, in] of a layer and pack them, so that no symbols are kept."""
+    found = search_scales(rows, tools)
+    packed = pack_symbols(found.symbols, tools.rung.geometry)
+    return RoundedChunk(packed, found.scales, float(found.errors.sum()), float((rows.astype(np.float64) ** 2).sum()))
 
 
 def search_scales(rows: NDArray[np.float32], tools: RungTools) -> RoundedRows:

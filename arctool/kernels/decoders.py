@@ -12,6 +12,9 @@ from arctool.kernels.policy import TokenClass
 from arctool.kernels.registry import Registry
 from arctool.quant.tensor import TrellisTensor
 
+LANES = 16
+"""Partial sums of the fused kernels' dot product: column j goes through sum j mod 16."""
+
 
 @dataclass(frozen=True)
 class CpuDecoder:
@@ -19,41 +22,50 @@ class CpuDecoder:
 
     registry: Registry
     name: str = "cpu.decode"
+    zero_signs: bool = True
 
     def accepts(self, weight: TrellisTensor) -> bool:
         """The row decoders are general over geometries."""
         return True
 
-    def decode(self, weight: TrellisTensor) -> NDArray[np.float32]:
-        """f32 [rows, in] in the rotated basis."""
-        return self.registry.decode(weight)
+    def decode(self, weight: TrellisTensor) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """(all columns, their weights f32 [rows, in] in the rotated basis)."""
+        return np.arange(weight.in_features), self.registry.decode(weight)
 
 
 @dataclass(frozen=True)
 class FusedProbe:
-    """The fused kernel asked for its weights one column at a time: x = e_j gives scale · value exactly, for sampled columns.
+    """The fused kernel, asked for sampled columns by unit vectors: x = e_j gives value · scale, with the oracle's one rounding.
 
-    A dot product with a unit vector adds zeros to one product, so it has the oracle's bits if the row decoder has. Columns that are
-    not sampled are filled from the CPU decoder, which is compared in full by itself.
+    A dot product with a unit vector adds zeros to one product, so it has the oracle's bits if the row decoder has; but −0.0 + 0.0 is
+    0.0, so the sign of a zero is lost before the scale is applied. Every column would cost as much as the oracle on rows of 1,500
+    weights, and more on longer ones, since each costs a whole dot product. So: sixteen columns and the last, spread over the row so
+    that each partial sum and each place within a trellis step is hit.
     """
 
     registry: Registry
     name: str = "cpu.fused (sampled columns)"
-    columns: int = 8
+    zero_signs: bool = False
 
     def accepts(self, weight: TrellisTensor) -> bool:
         """As the fused kernels: every geometry."""
         return True
 
-    def decode(self, weight: TrellisTensor) -> NDArray[np.float32]:
-        """f32 [rows, in] in the rotated basis."""
-        dense = self.registry.decode(weight)
-        chosen = np.unique(np.linspace(0, weight.in_features - 1, self.columns).astype(np.int64))
-        units = np.zeros((len(chosen), weight.in_features), np.float32)
-        units[np.arange(len(chosen)), chosen] = 1.0
+    def decode(self, weight: TrellisTensor) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """(sampled columns [n], their weights f32 [rows, n] in the rotated basis)."""
+        columns = sampled_columns(weight.in_features)
+        units = np.zeros((len(columns), weight.in_features), np.float32)
+        units[np.arange(len(columns)), columns] = 1.0
         products = self.registry.linear(torch.from_numpy(units), self.registry.prepare(weight), TokenClass.DECODE)
-        dense[:, chosen] = products.numpy().T
-        return dense
+        return columns, products.numpy().T
+
+
+def sampled_columns(in_features: int) -> NDArray[np.int64]:
+    """Rising columns of a row: all of a short one, else one in each of the 16 residues mod 16, from the first group to the last column."""
+    if in_features <= LANES:
+        return np.arange(in_features)
+    groups = np.linspace(0, in_features // LANES - 1, LANES).astype(np.int64)
+    return np.unique(np.append(groups * LANES + np.arange(LANES), in_features - 1))
 
 
 def decoders(registry: Registry) -> tuple[CpuDecoder | FusedProbe, ...]:

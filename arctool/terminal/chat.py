@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -34,6 +35,14 @@ def answer(llm: LLM, prompt: str, system: str, params: SamplingParams, raw: bool
     if raw or llm.template is None:
         return llm.stream(prompt, params)
     return llm.stream_chat(Conversation(system, [{"role": "user", "content": prompt}]).messages(), params)
+
+
+def piped_prompt() -> str:
+    """All of standard input. Raises RequestError where that is no text."""
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise RequestError(f"prompt: standard input is not {error.encoding} text: {error.reason} at byte {error.start}") from error
 
 
 def show(updates: Iterator[Update], write: Callable[[str], None]) -> Completion | None:
@@ -70,6 +79,9 @@ def loop(llm: LLM, console: Console, params: SamplingParams, system: str, read: 
         except (EOFError, KeyboardInterrupt):
             console.print()
             return
+        except UnicodeDecodeError as error:
+            console.print(f"[red]the line is not {error.encoding} text[/red]")
+            continue
         if line in ("/exit", "/quit"):
             return
         if line.startswith("/"):

@@ -12,7 +12,7 @@ from typing import Any
 import numba
 import torch
 from rich.console import Group, RenderableType
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 import arctool
@@ -20,6 +20,7 @@ from arctool.errors import ArctoolError
 from arctool.kernels.cpu.jit import cache_directory
 from arctool.kernels.registry import Implementation, default_registry
 from arctool.quant.codebooks import RUNGS, SHIPPED_TABLES, shipped_table
+from arctool.terminal.tables import plain
 
 PACKAGES = ("torch", "numba", "numpy", "safetensors", "tokenizers", "huggingface_hub", "gguf")
 
@@ -96,9 +97,9 @@ def diagnosis(found: Diagnosis) -> RenderableType:
     """The findings as tables."""
     checks = Table(box=None, show_header=False)
     for check in found.checks:
-        checks.add_row(Text("✓" if check.ok else "✗", "green" if check.ok else "bold red"), Text(check.name, "bold"), check.detail)
-    kernels = Table("kernel", "operation", "backend", "accepts", "", box=None, title="kernels")
+        checks.add_row(Text("✓" if check.ok else "✗", "green" if check.ok else "bold red"), plain(check.name, "bold"), plain(check.detail))
+    kernels = Table(Column("kernel", overflow="fold"), "operation", "backend", "accepts", "", box=None, title="kernels")
     for item in found.implementations:
-        state = Text("ready", "green") if not item.unavailable else Text(item.unavailable, "dim")
-        kernels.add_row(item.name, item.operation, item.backend, item.accepts, state)
+        state = Text("ready", "green") if not item.unavailable else plain(item.unavailable, "dim")
+        kernels.add_row(*map(plain, (item.name, item.operation, item.backend, item.accepts)), state)
     return Group(checks, Text(f"rungs: {', '.join(found.rungs)}"), Text(), kernels)

@@ -19,7 +19,7 @@ LOG_SECONDS = 10.0
 
 @contextmanager
 def bake_progress(console: Console, quiet: bool) -> Iterator[BakeProgress | None]:
-    """Shows layer, rung, error and time left, weighted by weights since layers differ in size."""
+    """Shows layer, rung, error and, on a terminal, the time left."""
     if quiet:
         yield None
     elif console.is_terminal:
@@ -37,7 +37,7 @@ def bake_progress(console: Console, quiet: bool) -> Iterator[BakeProgress | None
             nonlocal last
             if time.monotonic() - last >= LOG_SECONDS or done.index == done.total:
                 last = time.monotonic()
-                console.print(f"{done.index}/{done.total} {_bake_line(done)}", highlight=False, soft_wrap=True)
+                console.print(f"{done.index}/{done.total} {_bake_line(done)}", highlight=False, markup=False, soft_wrap=True)
 
         yield log
 

@@ -1,9 +1,12 @@
-"""Results as tables for people: what was baked, what a verification found, what an artifact holds."""
+"""Results as tables for people: what was baked, what a verification found, what an artifact holds.
+
+What comes out of a file is hostile until shown: never markup, never a terminal's control codes.
+"""
 
 from __future__ import annotations
 
 from rich.console import Console, Group, RenderableType
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from arctool.bake.pipeline import BakeResult
@@ -24,12 +27,22 @@ def size(nbytes: int) -> str:
     raise AssertionError("the last unit takes any size")
 
 
+def printable(text: str) -> str:
+    """`text` with everything that could steer a terminal, or that it cannot encode, spelt as an escape: one line stays one line."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+def plain(text: str, style: str = "") -> Text:
+    """A cell or a line that says exactly `text`, `printable`: rich would read a plain string as markup."""
+    return Text(printable(text), style)
+
+
 def baked(result: BakeResult, inspection: Inspection) -> str:
     """One line for a finished bake."""
     bits = inspection.totals.quantised_bits_per_weight
     rate = "no layer quantised" if bits is None else f"{bits:.3f} bits a quantised weight"
     kept = f", {result.resumed} layers kept from before" if result.resumed else ""
-    return f"{result.path}: {size(inspection.totals.nbytes)}, {rate}, {result.seconds:.1f} s{kept}"
+    return f"{printable(str(result.path))}: {size(inspection.totals.nbytes)}, {rate}, {result.seconds:.1f} s{kept}"
 
 
 def verification(report: VerifyReport) -> RenderableType:
@@ -38,11 +51,11 @@ def verification(report: VerifyReport) -> RenderableType:
     for answer in report.answers:
         mark, style = ("–", "dim") if not answer.asked else ("✓", "green") if answer.passed else ("✗", "bold red")
         counts = ", ".join(f"{number:,} {what}" for what, number in answer.counts.items())
-        lines.append(Text.assemble((f"{mark} {answer.question:16}", style), counts or "not asked"))
-        lines += [Text(f"    {failure}", "red") for failure in answer.failures]
+        lines.append(Text.assemble((f"{mark} {answer.question:16}", style), printable(counts) or "not asked"))
+        lines += [plain(f"    {failure}", "red") for failure in answer.failures]
         hidden = answer.failure_count - len(answer.failures)
         lines += [Text(f"    … and {hidden} more", "red")] if hidden > 0 else []
-        lines += [Text(f"    {note}", "dim") for note in answer.notes]
+        lines += [plain(f"    {note}", "dim") for note in answer.notes]
     if report.errors:
         lines.append(_worst(report))
     lines.append(Text("verified" if report.passed else "NOT VERIFIED", "bold green" if report.passed else "bold red"))
@@ -50,9 +63,10 @@ def verification(report: VerifyReport) -> RenderableType:
 
 
 def _worst(report: VerifyReport) -> Table:
-    table = Table("layer", "stored as", "relative error", "limit of its rate", box=None, title="largest errors")
+    table = Table(Column("layer", overflow="fold"), "stored as", "relative error", "limit of its rate", box=None, title="largest errors")
     for row in sorted(report.errors, key=lambda row: -row.relative_error)[:SOURCE_ROWS]:
-        table.add_row(row.key, row.label, f"{row.relative_error:.5f}", "" if row.limit is None else f"{row.limit:.5f}")
+        limit = "" if row.limit is None else f"{row.limit:.5f}"
+        table.add_row(*map(plain, (row.key, row.label, f"{row.relative_error:.5f}", limit)))
     return table
 
 
@@ -73,10 +87,10 @@ def contents(inspection: Inspection, console: Console) -> RenderableType:
         ("tables", size(totals.table_bytes)),
     ):
         if value is not None:
-            facts.add_row(Text(name, "bold"), value)
-    layers = Table("layer", "shape", "stored as", "bits/weight", "bytes", "error", box=None)
+            facts.add_row(Text(name, "bold"), plain(value))
+    layers = Table(Column("layer", overflow="fold"), "shape", "stored as", "bits/weight", "bytes", "error", box=None)
     for row in (*inspection.layers, *inspection.residual):
-        layers.add_row(*_layer(row))
+        layers.add_row(*map(plain, _layer(row)))
     return Group(facts, Text(), layers)
 
 

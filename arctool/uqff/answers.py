@@ -24,7 +24,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Coverage:
-    """What one implementation was compared on, and how many weights of it were not the oracle's bits."""
+    """What one implementation was compared on: `weights` counts those compared, `differing` those it did not give as the oracle does."""
 
     implementation: str
     tensors: int

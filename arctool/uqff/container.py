@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from arctool.uqff.reader import Artifact, open_artifact
 from arctool.uqff.report import BakeInfo, Hashes, LayerDetails, LayerRecord, Output, Report
+from arctool.uqff.staging import recover
 from arctool.uqff.writer import SHARD_BYTES, ArtifactWriter
 
 __all__ = [
@@ -17,4 +18,5 @@ __all__ = [
     "Output",
     "Report",
     "open_artifact",
+    "recover",
 ]

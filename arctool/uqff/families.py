@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from arctool.errors import FormatError, GeometryError
+from arctool.quant.bf16 import widen
 from arctool.quant.codebooks import Codebook
 from arctool.quant.hadamard import Rotation
 from arctool.quant.tensor import DenseTensor, TrellisTensor, Weight
@@ -34,6 +35,9 @@ _GGML_NAMES: Final = {
     **{10: "Q2_K", 11: "Q3_K", 12: "Q4_K", 13: "Q5_K", 14: "Q6_K", 15: "Q8_K", 30: "BF16", 39: "MXFP4"},
 }
 _FOREIGN_TAGS: Final = {1: "unquantised", 2: "HQQ", 3: "FP8", 4: "AFQ", 5: "F8Q8", 6: "MXFP4"}
+
+FINITE_CHUNK: Final = 1 << 20
+"""Values that the check for infinities widens at a time."""
 
 TablePool = Callable[[TableRef], Codebook]
 """Finds the table of a digest in the artifact and checks it; raises FormatError where it is missing or altered."""
@@ -58,6 +62,7 @@ def encode(key: str, weight: Weight, bias: NDArray[np.float32] | None = None) ->
     else:
         if not weight.shape or 0 in weight.shape:
             raise FormatError(f"{base}: a layer needs at least one weight, found shape {list(weight.shape)}")
+        check_finite(weight, base)
         ggml = GGML_BF16 if weight.data.dtype == np.uint16 else GGML_F32
         entries = [
             entry_of(base, "U8", _bytes_of(weight.data)),
@@ -121,6 +126,17 @@ def checked_bias(bias: NDArray[np.float32], shape: tuple[int, ...], where: str) 
         raise FormatError(f"{where}: value {int(np.flatnonzero(~np.isfinite(bias))[0])} is not finite")
 
 
+def check_finite(tensor: DenseTensor, where: str) -> None:
+    """Raise FormatError that names the first value of `tensor` that is infinite or no number. Needs no more memory than a chunk."""
+    flat = tensor.data.reshape(-1)
+    for start in range(0, flat.size, FINITE_CHUNK):
+        wrong = ~np.isfinite(widen(flat[start : start + FINITE_CHUNK]))
+        if wrong.any():
+            first = start + int(np.argmax(wrong))
+            index = [int(part) for part in np.unravel_index(first, tensor.shape)]
+            raise FormatError(f"{where}: the value at {index} is {widen(flat[first : first + 1])[0]}, which is not finite")
+
+
 def table_name(sha256: str) -> str:
     """Entry name of the table with that digest."""
     return f"arctool.table.{sha256[:16]}"
@@ -137,6 +153,7 @@ def table_entry(codebook: Codebook) -> Entry:
     """The entry that holds a table: its little-endian bytes, U8 [nbytes], named by its digest. One per artifact."""
     if codebook.table is None:
         raise GeometryError("sum2 is computed and has no table to store")
+    check_finite(DenseTensor(codebook.table), table_name(codebook.digest))
     return entry_of(table_name(codebook.digest), "U8", _bytes_of(codebook.table))
 
 
@@ -147,9 +164,7 @@ def read_table(entry: Entry, ref: TableRef, where: str) -> Codebook:
     if found != ref.sha256:
         raise FormatError(f"{where}: {entry.name}: SHA-256 {found} is not the layer's {ref.sha256}; the table was altered")
     table = np.frombuffer(raw.tobytes(), "<f4" if ref.dtype == "f32" else "<u2").reshape(-1, ref.v)
-    finite = np.isfinite(table).all() if ref.dtype == "f32" else ((table & 0x7F80) != 0x7F80).all()
-    if not finite:
-        raise FormatError(f"{where}: {entry.name}: the table holds a value that is not finite")
+    check_finite(DenseTensor(table), f"{where}: {entry.name}")
     return Codebook("table", table)
 
 
@@ -161,6 +176,7 @@ def _bytes_of(array: NDArray) -> NDArray[np.uint8]:
 
 def _encode_trellis(base: str, weight: TrellisTensor) -> list[Entry]:
     weight.check(base)
+    _check_products(weight, base)
     if 0 in weight.shape:
         raise FormatError(f"{base}: a layer needs at least one weight, found shape {list(weight.shape)}")
     rotation = weight.rotation
@@ -195,7 +211,20 @@ def _decode_trellis(parts: Mapping[str, Entry], tables: TablePool, where: str) -
     codebook = Codebook("sum2") if sections.table is None else tables(sections.table)
     weight = TrellisTensor(sections.geometry, codebook, inner, packed, scales, rotation)
     weight.check(where)
+    _check_products(weight, where)
     return weight
+
+
+def _check_products(weight: TrellisTensor, where: str) -> None:
+    """Refuse a finite scale that takes the codebook's largest value past the range of f32: such weights would decode to infinity."""
+    sizes = np.abs(weight.scales)
+    if sizes.size and sizes.max() > 1:  # a codebook's own values are finite, so that smaller scales are safe
+        peak = float(np.abs(weight.codebook.values(weight.geometry)).max())
+        row = int(np.argmax(sizes))
+        if not float(sizes[row]) * peak <= float(np.finfo(np.float32).max):
+            raise GeometryError(
+                f"{where}: the scale of row {row} is {weight.scales[row]}; times the codebook's {peak:.4g} it is not finite"
+            )
 
 
 def _decode_rotation(parts: Mapping[str, Entry], blocks: tuple[int, int] | None, out: int, inner: int, where: str) -> Rotation | None:

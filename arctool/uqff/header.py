@@ -7,6 +7,7 @@ claims before the size is checked against the file; every rule of the format is 
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -18,6 +19,11 @@ from arctool.uqff.entries import DTYPE_BYTES
 
 MAX_HEADER: Final = 100_000_000
 """The safetensors crate's own limit, in bytes."""
+
+MAX_DEPTH: Final = 64
+"""Objects and lists within each other in any JSON that we read or write; configs and reports have fewer than ten."""
+
+_HALF_PAIR: Final = re.compile("[\ud800-\udfff]")
 
 _DISGUISES: Final = {b"PK\x03\x04": "a zip archive", b"\x80\x02": "a pickle", b"\x80\x04": "a pickle", b"GGUF": "a GGUF file"}
 
@@ -42,7 +48,7 @@ class Header:
 
 
 def parse_json(text: bytes, where: str) -> dict[str, Any]:
-    """A JSON object without duplicate keys, NaN or infinity. Raises FormatError, never anything else."""
+    """A JSON object without duplicate keys, NaN, infinity or lone surrogates, at most `MAX_DEPTH` deep. Raises FormatError only."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
@@ -57,11 +63,28 @@ def parse_json(text: bytes, where: str) -> dict[str, Any]:
 
     try:
         value = json.loads(text.decode("utf-8"), object_pairs_hook=unique, parse_constant=constant)
-    except (ValueError, RecursionError) as error:
+    except RecursionError as error:
+        raise FormatError(f"{where}: nested more than {MAX_DEPTH} deep; the file is damaged or meant to do harm") from error
+    except ValueError as error:
         raise FormatError(f"{where}: not readable as JSON ({str(error)[:80]}); the file is damaged") from error
     if not isinstance(value, dict):
         raise FormatError(f"{where}: expected a JSON object, found {type(value).__name__}")
+    check_json(value, where)
     return value
+
+
+def check_json(value: Any, where: str) -> None:
+    """Refuse a JSON value that later code would stumble over: nested past `MAX_DEPTH`, or text that UTF-8 cannot say (FormatError)."""
+    level, depth = [value], 0
+    while level:
+        for text in level:
+            if isinstance(text, str) and _HALF_PAIR.search(text):
+                raise FormatError(f"{where}: {ascii(text)[:60]} holds half of a surrogate pair, which is no character")
+        containers = [item for item in level if isinstance(item, Mapping | list | tuple)]
+        if containers and depth == MAX_DEPTH:
+            raise FormatError(f"{where}: nested more than {MAX_DEPTH} deep; the file is damaged or meant to do harm")
+        level = [part for item in containers for part in ((*item, *item.values()) if isinstance(item, Mapping) else item)]
+        depth += 1
 
 
 def parse_header(data: memoryview, where: str) -> Header:

@@ -51,7 +51,10 @@ class LayerRecord:
 
 @dataclass(frozen=True)
 class BakeInfo:
-    """What an artifact was made from and how. `recipe` is plain JSON; `base_model` is a name, not a path of this machine."""
+    """What an artifact was made from and how. `recipe` is plain JSON; `base_model` is a name, not a path of this machine.
+
+    `algorithm` names what turned weights into bytes; `tables`: SHA-256 of the values by rung. Where any of it differs, so may the bytes.
+    """
 
     rung: str
     seed: int
@@ -59,6 +62,8 @@ class BakeInfo:
     base_model: str | None = None
     fingerprint: str | None = None
     licence: str | None = None
+    algorithm: str | None = None
+    tables: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -176,9 +181,11 @@ def _output_json(output: Output) -> dict[str, Any]:
 
 
 def _arctool_json(output: Output, bake: BakeInfo, hashes: Hashes) -> dict[str, Any]:
+    made = {"algorithm": bake.algorithm, "tables": dict(bake.tables) or None}
     return {
         "rung": bake.rung,
         "seed": bake.seed,
+        **_drop_none(made),
         "recipe": dict(bake.recipe),
         "source": _drop_none({"fingerprint": bake.fingerprint, "licence": bake.licence}),
         "bits_per_weight": _drop_none(

@@ -37,8 +37,10 @@ def parse_report(data: bytes, where: str) -> Report:
 
 
 def _get(value: Mapping[str, Any], key: str, kind: Any, where: str) -> Any:
-    """`value[key]`, which must be of `kind`; a bool is no number here."""
+    """`value[key]`, which must be of `kind`; a bool is no number here, and no integer has more than 64 bits."""
     found = value.get(key)
+    if isinstance(found, int) and abs(found) >= 1 << 64:
+        raise FormatError(f"{where}: {key}: expected an integer of at most 64 bits, found one of {found.bit_length()}")
     if not isinstance(found, kind) or isinstance(found, bool):
         name = getattr(kind, "__name__", str(kind))
         shown = "nothing" if key not in value else str(found)[:60]
@@ -90,8 +92,8 @@ def _parse_layer(row: Any, details: Mapping[str, Any], reasons: Mapping[str, str
         raise FormatError(f"{where}: expected an object, found {str(row)[:60]}")
     module = _get(row, "module", str, where)
     shape = _get(row, "shape", list, where)
-    if not all(type(size) is int and 0 < size < 1 << 63 for size in shape):
-        raise FormatError(f"{where}: shape: expected positive sizes, found {str(shape)[:60]}")
+    if len(shape) > 8 or not all(type(size) is int and 0 < size < 1 << 63 for size in shape):
+        raise FormatError(f"{where}: shape: expected at most 8 positive sizes, found {str(shape)[:60]}")
     own = _get(details, module, dict | None, f"{where}: arctool: layers") or {}
     return LayerRecord(
         module=module,
@@ -110,6 +112,7 @@ def _parse_layer(row: Any, details: Mapping[str, Any], reasons: Mapping[str, str
 
 def _parse_bake(extra: Mapping[str, Any], base_model: str | None, where: str) -> BakeInfo:
     source = _get(extra, "source", dict, where)
+    tables = _get(extra, "tables", dict | None, where) or {}
     return BakeInfo(
         rung=_get(extra, "rung", str, where),
         seed=_get(extra, "seed", int, where),
@@ -117,6 +120,8 @@ def _parse_bake(extra: Mapping[str, Any], base_model: str | None, where: str) ->
         base_model=base_model,
         fingerprint=_get(source, "fingerprint", str | None, f"{where}: source"),
         licence=_get(source, "licence", str | None, f"{where}: source"),
+        algorithm=_get(extra, "algorithm", str | None, where),
+        tables={name: _get(tables, name, str, f"{where}: tables") for name in tables},
     )
 
 

@@ -9,15 +9,15 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from arctool.errors import ArctoolError
-from arctool.quant.tensor import TrellisTensor
+from arctool.errors import ArctoolError, FormatError
+from arctool.quant.tensor import DenseTensor, TrellisTensor
 from arctool.uqff.answers import Tally
 from arctool.uqff.discovery import CONFIG_NAME, RESIDUAL_NAME, SHADOWS, read_text
-from arctool.uqff.families import table_name
+from arctool.uqff.families import check_finite, table_name
 from arctool.uqff.files import hash_file
 from arctool.uqff.header import parse_json
 from arctool.uqff.reader import Artifact
@@ -29,8 +29,16 @@ _HARMLESS: Final = ("readme", "license", "licence", "notice", ".gitattributes")
 """What people and hubs put beside a model, and no loader reads."""
 
 
-def check_container(artifact: Artifact, expected: Mapping[str, tuple[int, ...]] | None, tally: Tally, step: Step) -> list[str]:
-    """Run every check of this room into `tally`; `step` is called once a layer. Returns the keys of layers that can be read."""
+@dataclass(frozen=True)
+class Readable:
+    """Keys of the layers that can be read, in file order, and those among them that are no part of the model in that shape."""
+
+    keys: tuple[str, ...]
+    misfits: frozenset[str]
+
+
+def check_container(artifact: Artifact, expected: Mapping[str, tuple[int, ...]] | None, tally: Tally, step: Step) -> Readable:
+    """Run every check of this room into `tally`; `step` is called once a layer."""
     readable = _check_layers(artifact, tally, step)
     _check_residual(artifact, tally)
     if artifact.report is None:
@@ -40,9 +48,8 @@ def check_container(artifact: Artifact, expected: Mapping[str, tuple[int, ...]] 
         if artifact.report.hashes is not None:
             _check_hashes(artifact, artifact.report.hashes, tally)
     _check_directory(artifact, tally)
-    if expected is not None:
-        _check_shapes(artifact, expected, readable, tally)
-    return list(readable)
+    misfits = _check_shapes(artifact, expected, readable, tally) if expected is not None else set()
+    return Readable(tuple(readable), frozenset(misfits))
 
 
 def _check_layers(artifact: Artifact, tally: Tally, step: Step) -> dict[str, LayerRecord]:
@@ -57,6 +64,8 @@ def _check_layers(artifact: Artifact, tally: Tally, step: Step) -> dict[str, Lay
         except ArctoolError as error:
             tally.fail(str(error))
         else:
+            if isinstance(weight, DenseTensor):
+                _check_finite(artifact, weight, f"{key}.weight", tally)
             nbytes = sum(entry.nbytes for entry in artifact.entries(key).values())
             bits = weight.stored_bits / math.prod(weight.shape)
             readable[key] = LayerRecord(key, weight.shape, weight.label, nbytes, bits)
@@ -73,9 +82,17 @@ def _check_residual(artifact: Artifact, tally: Tally) -> None:
     for name in artifact.residual_names():
         tally.count("residual tensors")
         try:
-            artifact.residual(name)
+            _check_finite(artifact, artifact.residual(name), name, tally)
         except ArctoolError as error:
             tally.fail(str(error))
+
+
+def _check_finite(artifact: Artifact, tensor: DenseTensor, name: str, tally: Tally) -> None:
+    """An infinity or NaN in one weight is one in every answer. The layer stays readable: its other faults are still looked for."""
+    try:
+        check_finite(tensor, f"{artifact.directory}: {name}")
+    except FormatError as error:
+        tally.fail(str(error))
 
 
 def _without_report(artifact: Artifact, tally: Tally) -> None:
@@ -184,8 +201,11 @@ def _check_directory(artifact: Artifact, tally: Tally) -> None:
             tally.fail(f"{item}: a stray file that nothing in the artifact refers to; remove it")
 
 
-def _check_shapes(artifact: Artifact, expected: Mapping[str, tuple[int, ...]], readable: Mapping[str, LayerRecord], tally: Tally) -> None:
-    """Every tensor of the model is there in its shape, and no layer is there that the model lacks."""
+def _check_shapes(
+    artifact: Artifact, expected: Mapping[str, tuple[int, ...]], readable: Mapping[str, LayerRecord], tally: Tally
+) -> set[str]:
+    """Every tensor of the model is there in its shape, and no layer is there that the model lacks. Returns the keys of those that fail."""
+    misfits = set()
     unreadable = set(artifact.keys()) - set(readable)
     for name, shape in expected.items():
         tally.count("shapes")
@@ -200,9 +220,13 @@ def _check_shapes(artifact: Artifact, expected: Mapping[str, tuple[int, ...]], r
         if found != tuple(shape):
             shown = "nothing" if found is None else list(found)
             tally.fail(f"{Path(artifact.directory).name}: {name}: the model needs {list(shape)}, found {shown}")
+            if not name.endswith(".bias"):
+                misfits.add(key)
     known = {name.removesuffix(".weight").removesuffix(".bias") for name in expected}
     for key in sorted(set(artifact.keys()) - known):
         tally.fail(f"{artifact.directory}: layer {key} is no part of the model that {CONFIG_NAME} describes")
+        misfits.add(key)
+    return misfits
 
 
 def _shape(artifact: Artifact, key: str, *, bias: bool) -> tuple[int, ...] | None:

@@ -6,7 +6,6 @@ nobody, and is removed by the next run for the same target; a live run's directo
 
 from __future__ import annotations
 
-import fcntl
 import os
 import secrets
 import shutil
@@ -15,23 +14,24 @@ from typing import Final
 
 from arctool.errors import StorageError
 from arctool.uqff.files import storage_errors, sync_directory
+from arctool.uqff.locks import try_lock
 
 
 class Staging:
     """A sibling of `target` to write into. `publish` renames it there; `abandon` removes it. Not reusable."""
 
     def __init__(self, target: Path, *, overwrite: bool) -> None:
-        """Refuse an existing `target` (unless `overwrite`), clear what dead runs left, create and lock the directory."""
+        """Undo what dead runs left, refuse an existing `target` (unless `overwrite`), create and lock the directory."""
         self.target: Final = Path(os.path.abspath(target))
         self._overwrite: Final = overwrite
+        recover(self.target)
         check_target(self.target, overwrite=overwrite)
         parent = self.target.parent
         self.path: Final = parent / f".{self.target.name}.arctool-staging-{secrets.token_hex(4)}"
         with storage_errors(parent, "write"):
             parent.mkdir(parents=True, exist_ok=True)
-            _clear_left_overs(self.target)
             self.path.mkdir()
-            self._lock: int | None = _try_lock(self.path)
+            self._lock: int | None = try_lock(self.path)
 
     def publish(self) -> None:
         """Make everything durable and rename it to the target. Raises StorageError; then the staging directory remains."""
@@ -63,38 +63,39 @@ class Staging:
             self._lock = None
 
 
+def recover(target: Path) -> None:
+    """Undo what killed runs left beside `target`; to be called before anything is asked of it. Raises StorageError.
+
+    A staging directory whose owner is dead is removed. An old artifact that was moved aside comes back where its replacement never
+    came, so that `target` exists again and is refused or replaced now, not after hours of work. While another run for the same target
+    is alive, old artifacts are left alone: it may be between its two renames.
+    """
+    target = Path(os.path.abspath(target))
+    with storage_errors(target.parent, "write"):
+        items = sorted(target.parent.iterdir()) if target.parent.is_dir() else []
+        alive = False
+        for item in items:
+            if item.name.startswith(f".{target.name}.arctool-staging-") and item.is_dir():
+                lock = try_lock(item)
+                if lock is None:
+                    alive = alive or item.exists()
+                else:
+                    _remove(item)
+                    os.close(lock)
+        for item in items:
+            if item.name.startswith(f".{target.name}.arctool-old-") and not alive:
+                if os.path.lexists(target):
+                    _remove(item)
+                else:
+                    os.rename(item, target)
+
+
 def check_target(target: Path, *, overwrite: bool) -> None:
     """Raise StorageError where `target` exists and may not be replaced."""
     if os.path.lexists(target) and not overwrite:
         raise StorageError(f"{target}: already exists; choose another place, remove it, or allow overwriting")
     if os.path.lexists(target) and (target.is_symlink() or not target.is_dir()):
         raise StorageError(f"{target}: exists and is not a directory; only an artifact's directory is ever replaced")
-
-
-def _clear_left_overs(target: Path) -> None:
-    """Remove staging directories whose owner is dead; bring back an old artifact whose replacement died half way."""
-    for item in sorted(target.parent.iterdir()):
-        if item.name.startswith(f".{target.name}.arctool-old-"):
-            if target.exists():
-                _remove(item)
-            else:
-                os.rename(item, target)
-        elif item.name.startswith(f".{target.name}.arctool-staging-") and item.is_dir():
-            lock = _try_lock(item)
-            if lock is not None:
-                _remove(item)
-                os.close(lock)
-
-
-def _try_lock(directory: Path) -> int | None:
-    """A handle that holds the directory's lock, or None where another process has it. The lock dies with its process."""
-    handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(handle)
-        return None
-    return handle
 
 
 def _remove(directory: Path) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Final, Protocol
 
@@ -21,11 +20,9 @@ from arctool.quant.codebooks import SHIPPED_TABLES, SUM2_SHA256, Codebook, Shipp
 from arctool.quant.tensor import TrellisTensor, Weight
 from arctool.quant.trellis import Geometry
 from arctool.uqff.answers import Answer, Coverage, LayerError, Tally, VerifyReport
+from arctool.uqff.comparison import Decoder, compare_layer, obstacle
 from arctool.uqff.reader import Artifact, open_artifact
 from arctool.uqff.soundness import check_container
-
-BLOCK_WEIGHTS: Final = 1 << 20
-"""Weights that the oracle and an implementation decode at a time; the oracle needs some tens of bytes for each."""
 
 LOSS_FACTOR: Final = 4.0
 """A layer may have this much of its rate's limit 2^(−2·bits) as error: more is the loss of a whole bit, so a wrong layer."""
@@ -40,21 +37,6 @@ Progress = Callable[[str, int, int], None]
 
 Regenerate = Callable[[str], NDArray | None]
 """The table of a geometry's name, made anew from its recipe as f32 or bf16 bits [2^l, v]; None where that takes too long."""
-
-
-class Decoder(Protocol):
-    """One implementation of the trellis decode on this machine."""
-
-    @property
-    def name(self) -> str: ...
-
-    def accepts(self, weight: TrellisTensor) -> bool:
-        """Whether this implementation would serve `weight`; asked once a layer."""
-        ...
-
-    def decode(self, weight: TrellisTensor) -> NDArray[np.float32]:
-        """f32 [rows, in] in the rotated basis. `weight` is a block of a layer's rows, its rotation left out."""
-        ...
 
 
 class Source(Protocol):
@@ -72,12 +54,14 @@ def verify(
     implementations: Iterable[Decoder] = (),
     tables: Regenerate | None = None,
     expected: Mapping[str, tuple[int, ...]] | None = None,
+    config_error: str | None = None,
     progress: Progress | None = None,
     shipped: Mapping[str, ShippedTable] = SHIPPED_TABLES,
 ) -> VerifyReport:
     """Ask the four questions of the artifact at `path` and report.
 
-    `expected`: shapes of the model's tensors by full name or module path. `tables`: remakes a shipped table where that is cheap.
+    `expected`: shapes of the model's tensors by full name or module path; `config_error`: why the artifact's config gives none, which
+    fails the container. `tables`: remakes a shipped table where that is cheap.
     Raises StorageError or UsageError only where `path` is no artifact to be asked.
     """
     container = Tally("container")
@@ -88,9 +72,12 @@ def verify(
         rest = [_not_reached(question) for question in QUESTIONS[1:]]
         return VerifyReport(str(path), container.answer(), rest[0], rest[1], rest[2])
     with artifact:
-        keys = check_container(artifact, expected, container, _stepper(progress, "container", len(artifact.keys())))
+        if config_error is not None:
+            container.fail(config_error)
+        readable = check_container(artifact, expected, container, _stepper(progress, "container", len(artifact.keys())))
+        keys = list(readable.keys)
         trellis = [key for key in keys if isinstance(artifact.weight(key), TrellisTensor)]
-        compared, coverage = _check_implementations(artifact, trellis, tuple(implementations), progress)
+        compared, coverage = _check_implementations(artifact, trellis, readable.misfits, tuple(implementations), progress)
         known = _check_tables(artifact, trellis, shipped, tables)
         against, errors = _check_source(artifact, keys, source, progress)
     return VerifyReport(str(path), container.answer(), compared, known, against, coverage, errors)
@@ -115,9 +102,9 @@ def _stepper(progress: Progress | None, question: str, total: int) -> Callable[[
 
 
 def _check_implementations(
-    artifact: Artifact, keys: list[str], decoders: tuple[Decoder, ...], progress: Progress | None
+    artifact: Artifact, keys: list[str], misfits: frozenset[str], decoders: tuple[Decoder, ...], progress: Progress | None
 ) -> tuple[Answer, tuple[Coverage, ...]]:
-    """Every trellis tensor, by every implementation that accepts it, against the oracle, bit for bit."""
+    """Every trellis tensor but the `misfits`, by every implementation that accepts it, against the oracle, bit for bit."""
     tally = Tally("implementations")
     if len({decoder.name for decoder in decoders}) != len(decoders):
         raise UsageError(f"implementations need different names, found {', '.join(decoder.name for decoder in decoders)}")
@@ -126,12 +113,13 @@ def _check_implementations(
     for key in keys:
         weight = _trellis(artifact, key)
         takers = [decoder for decoder in decoders if decoder.accepts(weight)]
-        if not takers:
-            tally.fail(f"{key}: no implementation accepts {weight.label} {list(weight.shape)}, so nothing was compared")
-        for decoder, differing in _compare_layer(key, weight, takers, tally).items():
+        reason = obstacle(weight, key in misfits, bool(takers))
+        if reason:
+            takers = []
+            tally.fail(f"{key}: {reason}, so nothing was compared")
+        for decoder, (compared, differing) in compare_layer(key, weight, takers, tally).items():
             seen = totals[decoder]
-            size = weight.shape[0] * weight.shape[1]
-            totals[decoder] = Coverage(decoder, seen.tensors + 1, seen.weights + size, seen.differing + differing)
+            totals[decoder] = Coverage(decoder, seen.tensors + 1, seen.weights + compared, seen.differing + differing)
         tally.count("tensors compared", int(bool(takers)))
         step()
     tally.count("trellis tensors", len(keys))
@@ -146,39 +134,6 @@ def _trellis(artifact: Artifact, key: str) -> TrellisTensor:
     if not isinstance(weight, TrellisTensor):
         raise FormatError(f"{key}: changed from a trellis to {weight.label} while it was verified")
     return weight
-
-
-def _compare_layer(key: str, weight: TrellisTensor, decoders: list[Decoder], tally: Tally) -> dict[str, int]:
-    """Differing weights by implementation; the first difference of each goes into `tally`."""
-    differing = {decoder.name: 0 for decoder in decoders}
-    rows = max(1, BLOCK_WEIGHTS // weight.in_features)
-    for start in range(0, weight.shape[0] if decoders else 0, rows):
-        block = replace(weight, packed=weight.packed[start : start + rows], scales=weight.scales[start : start + rows], rotation=None)
-        oracle = block.decode()
-        for decoder in decoders:
-            first, count = _difference(decoder, block, oracle)
-            if count and not differing[decoder.name]:
-                tally.fail(f"{key}: {decoder.name}: {first} (rows counted from {start})")
-            differing[decoder.name] += count
-    return differing
-
-
-def _difference(decoder: Decoder, block: TrellisTensor, oracle: NDArray[np.float32]) -> tuple[str, int]:
-    """(first difference in words, number of differing weights) of one block."""
-    try:
-        found = np.asarray(decoder.decode(block))
-    except Exception as error:  # whatever a broken implementation throws is its answer, and the others must still be heard
-        return f"raised {type(error).__name__}: {error}", oracle.size
-    if found.dtype != np.float32 or found.shape != oracle.shape:
-        return f"gave {found.dtype} {list(found.shape)}, expected float32 {list(oracle.shape)}", oracle.size
-    wrong = np.ascontiguousarray(found).view(np.uint32) != oracle.view(np.uint32)
-    count = int(np.count_nonzero(wrong))
-    if not count:
-        return "", 0
-    row, column = (int(index) for index in np.unravel_index(int(np.argmax(wrong)), wrong.shape))
-    left, right = oracle[row, column], found[row, column]
-    bits = f"{int(left.view(np.uint32)):08x}", f"{int(right.view(np.uint32)):08x}"
-    return f"row {row}, column {column}: expected {left!s} (0x{bits[0]}), found {right!s} (0x{bits[1]})", count
 
 
 def _check_tables(artifact: Artifact, keys: list[str], shipped: Mapping[str, ShippedTable], regenerate: Regenerate | None) -> Answer:

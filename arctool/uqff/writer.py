@@ -18,11 +18,12 @@ from arctool.errors import FormatError, UsageError
 from arctool.quant.tensor import DenseTensor, TrellisTensor, Weight
 from arctool.uqff.discovery import CONFIG_NAME, RESIDUAL_NAME, SHADOWS, sanitised
 from arctool.uqff.entries import Entry, entry_of, scalar_entry, split_name
-from arctool.uqff.families import encode, table_entry, table_name
+from arctool.uqff.families import check_finite, encode, table_entry, table_name
 from arctool.uqff.files import hash_file, write_file
+from arctool.uqff.header import check_json
 from arctool.uqff.report import REPORT_NAME, UQFF_VERSION, BakeInfo, Hashes, LayerDetails, LayerRecord, Report, json_bytes, make_output
 from arctool.uqff.spool import Spool
-from arctool.uqff.staging import Staging, check_target
+from arctool.uqff.staging import Staging, check_target, recover
 
 SHARD_BYTES: Final = 10 << 30
 """Bytes of data after which a new shard begins, as upstream does; a larger single layer makes an oversize shard."""
@@ -47,7 +48,9 @@ class ArtifactWriter:
         overwrite: bool = False,
         producer_version: str = arctool.__version__,
     ) -> None:
-        """Check the names and that `directory` is free (StorageError); nothing is written before the block is entered.
+        """Check the names, undo what a killed run left, check that `directory` is free (StorageError).
+
+        Nothing new is written before the block is entered.
 
         `config`: the model's config.json; `assets`: file name → bytes, copied as they are.
         """
@@ -58,8 +61,10 @@ class ArtifactWriter:
         if shard_bytes <= 0:
             raise UsageError(f"a shard needs a positive size, found {shard_bytes}")
         self._directory: Final = Path(os.path.abspath(directory))
+        recover(self._directory)
         check_target(self._directory, overwrite=overwrite)
         self._stem, self._shard_bytes, self._overwrite = stem, shard_bytes, overwrite
+        check_json(config, CONFIG_NAME)
         self._config = json_bytes(sanitised(config), CONFIG_NAME)
         self._assets = {name: bytes(assets[name]) for name in sorted(assets)}
         self._metadata = {
@@ -114,6 +119,7 @@ class ArtifactWriter:
             raise FormatError(f"{name}: belongs to layer {split[0]}; give its bias with the layer")
         if not name or not name.isprintable() or len(name) > 512 or name == "__metadata__":
             raise FormatError(f"{name[:80]!r} is not a tensor name: expected 1 to 512 printable characters")
+        check_finite(tensor, name)
         dtype = "BF16" if tensor.data.dtype == np.uint16 else "F32"
         self._opened(self._residual).add(entry_of(name, dtype, tensor.data))
 

@@ -185,7 +185,7 @@ def test_a_copy_has_the_same_fingerprint_and_every_change_another(copy_checkpoin
     assert len(changed) == 4
 
 
-def test_the_fingerprint_of_a_large_file_notices_a_change_at_both_ends_and_in_length(tmp_path: Path) -> None:
+def test_the_fingerprint_of_a_large_file_notices_every_changed_byte_and_the_length(tmp_path: Path) -> None:
     class NoTensors:
         entries: Mapping[str, StoredTensor] = {}
 
@@ -196,16 +196,31 @@ def test_the_fingerprint_of_a_large_file_notices_a_change_at_both_ends_and_in_le
 
     path = tmp_path / "large.safetensors"
     source = Source("large", {}, NoTensors(), {}, (path,))
-    data = bytearray(5 << 20)
+    data = bytearray(9 << 20)
     seen = set()
-    for change in (None, 0, len(data) - 1):
+    # 65 windows of 64 KiB fit into the file, so that a sample of it could miss the third.
+    for change in (None, 0, 3_000_017, len(data) - 1):
         if change is not None:
             data[change] ^= 1
         path.write_bytes(data)
         seen.add(fingerprint(source))
     path.write_bytes(data + b"0")
     seen.add(fingerprint(source))
-    assert len(seen) == 4
+    assert len(seen) == 5
+
+
+def test_opening_a_checkpoint_hashes_nothing_until_somebody_asks(copy_checkpoint: Copy) -> None:
+    directory = copy_checkpoint("llama")
+    checkpoint = open_checkpoint(str(directory))
+    (directory / "model.safetensors").unlink()
+    with pytest.raises(SourceError, match=r"model\.safetensors: cannot be read"):
+        _ = checkpoint.fingerprint
+
+
+def test_a_file_whose_name_is_no_text_has_a_fingerprint(copy_checkpoint: Copy) -> None:
+    directory = copy_checkpoint("llama")
+    (directory / "model.safetensors").rename(directory / os.fsdecode(b"caf\xe9.safetensors"))
+    assert len(open_checkpoint(str(directory)).fingerprint) == 64
 
 
 # ---- directories that are no usable model
@@ -328,6 +343,21 @@ def test_a_wrong_shape_is_named_with_both_shapes(copy_checkpoint: Copy) -> None:
     edit_tensors(directory, lambda t: t.update({Q_PROJ: np.ones((64, 32), np.float32)}))
     message = refusal(directory)
     assert all(part in message for part in ("model.safetensors", Q_PROJ, "[64, 64]", "[64, 32]"))
+
+
+def test_layers_beyond_the_count_of_the_config_are_refused_and_not_dropped(copy_checkpoint: Copy) -> None:
+    directory = copy_checkpoint("llama")
+    edit_config(directory, num_hidden_layers=1)
+    message = refusal(directory)
+    assert "model.layers.1." in message
+    assert "num_hidden_layers" in message
+
+
+@pytest.mark.parametrize("name", ["model.layers.99999999999999999999.mlp.up_proj.weight", "model.layers.01.mlp.up_proj.weight"])
+def test_a_layer_of_a_strange_number_is_refused(name: str, copy_checkpoint: Copy) -> None:
+    directory = copy_checkpoint("llama")
+    edit_tensors(directory, lambda t: t.update({name: np.ones((96, 64), np.float32)}))
+    assert name in refusal(directory)
 
 
 @pytest.mark.parametrize("name", ["model.layers.0.mlp.up_proj.bias", "model.layers.1.self_attn.q_norm.weight", "model.norm.bias"])

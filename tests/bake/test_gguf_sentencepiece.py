@@ -101,6 +101,7 @@ def test_the_implied_space_can_be_off(tiny_llama: Path, tmp_path: Path) -> None:
         ({"scores": [float("nan")] * len(TOKENS)}, "scores"),
         ({"token_type": [1] * len(TOKENS)}, "no byte piece <0x00>"),
         ({"pre": "llama-bpe"}, "unknown pre-tokenizer 'llama-bpe'"),
+        ({"tokens": [*TOKENS[:-1], "a" * 257]}, r"tokens: token \d+ \('aaa.*\) has 257 characters"),
     ],
 )
 def test_a_vocabulary_that_is_not_whole_is_refused(changes: dict[str, Any], culprit: str, tiny_llama: Path, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,8 @@ from tiny_gguf import write_gguf
 from tokenizers import Tokenizer
 
 from arctool.bake.checkpoint import open_checkpoint
-from arctool.bake.gguf_file import read_gguf
-from arctool.bake.gguf_source import deinterleave, llama3_factors
+from arctool.bake.gguf_file import GgufArray, read_gguf
+from arctool.bake.gguf_source import deinterleave, frequency_factors
 from arctool.errors import SourceError
 
 TEXTS = (
@@ -67,7 +68,9 @@ def test_our_reader_agrees_with_the_gguf_library_on_metadata_and_tensor_places(t
     path = write_gguf(tiny_llama, tmp_path / "m.gguf", "llama", metadata={"x.flags": [True, False], "x.reals": [0.5, 1.5]})
     ours, theirs = read_gguf(path), GGUFReader(path)
     fields = {key: field.contents() for key, field in theirs.fields.items() if not key.startswith("GGUF.")}
-    assert ours.metadata == fields
+    listed = {key: ours.array(key) if isinstance(value, GgufArray) else value for key, value in ours.metadata.items()}
+    assert listed == fields
+    assert sum(isinstance(value, GgufArray) for value in ours.metadata.values()) == 5
     assert {name: t.offset for name, t in ours.tensors.items()} == {t.name: t.data_offset for t in theirs.tensors}
 
 
@@ -115,13 +118,42 @@ def test_linear_scaling_survives(tiny_llama: Path, tmp_path: Path) -> None:
     assert checkpoint.config_json["rope_scaling"] == {"rope_type": "linear", "factor": 4.0}
 
 
+def test_a_scaling_factor_without_a_type_is_linear_as_llama_cpp_takes_it(tiny_llama: Path, tmp_path: Path) -> None:
+    path = write_gguf(tiny_llama, tmp_path / "l.gguf", "llama", metadata={"llama.rope.scaling.factor": 4.0})
+    assert open_checkpoint(str(path)).config_json["rope_scaling"] == {"rope_type": "linear", "factor": 4.0}
+
+
+def test_fields_that_change_nothing_are_no_reason_to_refuse(tiny_llama: Path, tmp_path: Path) -> None:
+    neutral: dict[str, Any] = {"vocab_size": 512, "rope.dimension_count": 16, "attention.causal": True, "expert_count": 0}
+    neutral |= {"rope.scaling.finetuned": False, "attention.clamp_kqv": 0.0, "rope.scaling.attn_factor": 1.0}
+    path = write_gguf(tiny_llama, tmp_path / "m.gguf", "llama", metadata={f"llama.{key}": value for key, value in neutral.items()})
+    assert open_checkpoint(str(path)).config == open_checkpoint(str(tiny_llama)).config
+
+
+def test_a_large_list_of_numbers_that_nobody_reads_costs_no_memory(tiny_llama: Path, tmp_path: Path) -> None:
+    path = write_gguf(tiny_llama, tmp_path / "m.gguf", "llama")
+    whole = path.read_bytes()
+    count = 4 << 20
+    pair = struct.pack("<Q8sIIQ", 8, b"somebody", 9, 0, count) + bytes(count)
+    pairs = struct.unpack_from("<Q", whole, 16)[0]
+    path.write_bytes(whole[:16] + struct.pack("<Q", pairs + 1) + pair + whole[24:])
+    tracemalloc.start()
+    try:
+        file = read_gguf(path)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+    assert file.metadata["somebody"].count == count
+    assert file.array("tokenizer.ggml.token_type")[:5] == [3, 3, 3, 1, 1]
+
+
 def test_llama_3_scaling_is_recognised_from_its_frequency_factors(tiny_llama: Path, tmp_path: Path) -> None:
     theta = 500000.0
     factors = {"rope_freqs.weight": _transformers_llama3_factors(theta, 16, 32.0).astype(np.float32)}
     path = write_gguf(tiny_llama, tmp_path / "m.gguf", "llama", metadata={"llama.rope.freq_base": theta}, tensors=factors)
     scaling = open_checkpoint(str(path)).config_json["rope_scaling"]
     assert (scaling["rope_type"], scaling["factor"], scaling["original_max_position_embeddings"]) == ("llama3", 32.0, 8192)
-    np.testing.assert_allclose(llama3_factors(theta, 16, 32.0, 1.0, 4.0, 8192), _transformers_llama3_factors(theta, 16, 32.0), 1e-6)
+    np.testing.assert_allclose(frequency_factors(theta, 16, scaling), _transformers_llama3_factors(theta, 16, 32.0), 1e-5)
 
 
 def _transformers_llama3_factors(theta: float, head_dim: int, factor: float) -> np.ndarray:
@@ -139,6 +171,7 @@ def _transformers_llama3_factors(theta: float, head_dim: int, factor: float) -> 
     return plain / scaled.double().numpy()
 
 
+@pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize(
     ("metadata", "culprit"),
     [
@@ -148,11 +181,24 @@ def _transformers_llama3_factors(theta: float, head_dim: int, factor: float) -> 
         ({"llama.rope.dimension_count": 8}, "llama.rope.dimension_count"),
         ({"llama.expert_count": 8}, "llama.expert_count"),
         ({"llama.rope.scaling.type": "longrope"}, "llama.rope.scaling.type"),
+        ({"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 4.0}, "llama.rope.scaling.type"),
+        ({"llama.rope.scaling.attn_factor": 1.2}, "llama.rope.scaling.attn_factor"),
+        ({"llama.rope.scale_linear": 4.0}, "llama.rope.scale_linear"),
+        ({"llama.rope.freq_base": np.float64(1e300)}, "llama.rope.freq_base"),
         ({"llama.final_logit_softcapping": 30.0}, "llama.final_logit_softcapping"),
+        ({"llama.embedding_scale": 12.0}, "llama.embedding_scale"),
+        ({"llama.attention.causal": False}, "llama.attention.causal"),
+        ({"llama.attention.clamp_kqv": 8.0}, "llama.attention.clamp_kqv"),
+        ({"llama.attention.temperature_scale": 0.1}, "llama.attention.temperature_scale"),
+        ({"llama.attention.key_length_swa": 16}, "llama.attention.key_length_swa"),
+        ({"llama.attention.sliding_window": 8}, "llama.attention.sliding_window"),
+        ({"llama.a_field_of_tomorrow": 0}, "llama.a_field_of_tomorrow"),
         ({"tokenizer.ggml.pre": "tekken"}, "tekken"),
         ({"tokenizer.ggml.model": "t5"}, "tokenizer.ggml.model"),
         ({"tokenizer.ggml.tokens": ["a", "a"]}, "tokenizer.ggml.tokens"),
         ({"tokenizer.ggml.merges": ["abc"]}, "tokenizer.ggml.merges"),
+        ({"tokenizer.ggml.merges": [1, 2]}, "tokenizer.ggml.merges"),
+        ({"tokenizer.ggml.token_type": [1] * 513}, "tokenizer.ggml.token_type"),
         ({"tokenizer.ggml.bos_token_id": 70000}, "tokenizer.ggml.bos_token_id"),
         ({"general.alignment": 3}, "general.alignment"),
     ],

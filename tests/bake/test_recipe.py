@@ -88,6 +88,15 @@ def test_later_ranges_win_over_earlier_and_rules_over_ranges(tmp_path: Path) -> 
     assert chosen(found, "mlp.down_proj") == ["qtip3b", "bf16", "qtip2b", "qtip3b"]
 
 
+def test_what_a_recipe_is_does_not_tell_where_it_was_written(tmp_path: Path) -> None:
+    text = '0-2: {isq: qtip4}\nrules: [{match: "*.v_proj.weight", layers: 3, skip: true}]\n'
+    assert recipe(tmp_path, text).to_json() == {
+        "default": "qtip2b",
+        "fallback": "bf16",
+        "rules": [{"rung": "qtip4", "match": "*", "first": 0, "end": 2}, {"rung": "bf16", "match": "*.v_proj", "first": 3, "end": 4}],
+    }
+
+
 def test_a_choice_says_which_line_made_it(tmp_path: Path) -> None:
     found = recipe(tmp_path, 'rules: [{match: "*.v_proj", isq: qtip4b}]\n')
     assert found.choose(linear(0, "mlp.down_proj"), LAYERS) == Choice("qtip2b", "default")

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 
-from arctool.bake.rounding import GAIN_FACTORS, RungTools, round_layer, round_rows, search_scales
+from arctool.bake.rounding import GAIN_FACTORS, RungTools, excess_exponent, round_layer, round_rows, search_scales
+from arctool.errors import SourceError
 from arctool.quant.codebooks import RUNGS
+from arctool.quant.hadamard import Rotation
 
 LAYER = np.random.default_rng(0).standard_normal((70, 192)).astype(np.float32)
 
@@ -80,6 +83,65 @@ def test_the_scale_search_keeps_the_best_gain_of_each_row() -> None:
     tried = np.stack([round_rows(rows, tools, tools.rung.gain * factor).errors for factor in GAIN_FACTORS])
     np.testing.assert_array_equal(found.errors, tried.min(axis=0))
     assert len(set(tried.argmin(axis=0))) > 1, "the fixture must have rows that want different gains"
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_layer_of_huge_weights_is_rounded_as_the_same_layer_scaled_down() -> None:
+    """A row along the rotation's own signs sums up to 64 times its values, beyond f32. A power of two is nothing but an exponent."""
+    tools = RungTools.of(RUNGS["qtip4"])
+    weight = LAYER / 64
+    weight[5] += Rotation.seeded(3, "layer", *weight.shape).signs_in
+    with ThreadPoolExecutor(1) as pool:
+        plain = round_layer(weight, "layer", tools, 3, pool)
+        huge = round_layer(np.ldexp(weight, 123), "layer", tools, 3, pool)
+    np.testing.assert_array_equal(huge.tensor.packed, plain.tensor.packed)
+    np.testing.assert_array_equal(huge.tensor.scales, np.ldexp(plain.tensor.scales, 123))
+    assert huge.relative_error == plain.relative_error
+    np.testing.assert_array_equal(huge.tensor.dense(), np.ldexp(plain.tensor.dense(), 123))
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("largest", [float(np.finfo(np.float32).max), -float(np.finfo(np.float32).max)])
+def test_a_layer_that_f32_cannot_hold_once_it_is_rotated_is_refused_by_name(largest: float) -> None:
+    weight = np.full((64, 64), largest, np.float32)
+    with ThreadPoolExecutor(1) as pool, pytest.raises(SourceError, match=r"^a\.b\.weight: holds values up to 3\.4e\+38"):
+        round_layer(weight, "a.b", RungTools.of(RUNGS["qtip4"]), 0, pool)
+
+
+def test_denormal_weights_are_not_scaled() -> None:
+    tiny = np.full((4, 8), 3, np.uint32).view(np.float32)
+    assert excess_exponent(tiny) == excess_exponent(np.zeros((4, 8), np.float32)) == 0
+    assert excess_exponent(np.array([[1.0, -(2.0**99)]], np.float32)) == 0
+    assert excess_exponent(np.array([[1.0, -(2.0**100)]], np.float32)) == 1
+    assert excess_exponent(np.array([[np.finfo(np.float32).max]])) == 28
+
+
+def test_after_the_rotation_no_second_copy_of_the_layer_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = np.random.default_rng(5).standard_normal((1024, 256)).astype(np.float32)
+    tools = RungTools.of(RUNGS["qtip2-v4"])
+    rotate = Rotation.rotate
+
+    def then_reset(self: Rotation, given: np.ndarray) -> np.ndarray:
+        rotated = rotate(self, given)
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.reset_peak()
+        return rotated
+
+    monkeypatch.setattr(Rotation, "rotate", then_reset)
+    peaks: list[int] = []
+    with ThreadPoolExecutor(1) as pool:
+        round_layer(weight[:2], "layer", tools, 0, pool)  # compiled before anything is measured
+        peaks.clear()
+        tracemalloc.start()
+        try:
+            round_layer(weight, "layer", tools, 0, pool)
+            peaks.append(tracemalloc.get_traced_memory()[1])
+        finally:
+            tracemalloc.stop()
+    in_rotation, after = (peak / weight.nbytes for peak in peaks)
+    workspace = tools.searcher.workspace_bytes(256) / weight.nbytes
+    assert in_rotation < 5.1
+    assert after < 1 + 2 / 32 + workspace + 0.6
 
 
 @pytest.mark.parametrize("name", list(RUNGS))

@@ -362,6 +362,17 @@ def replace_report(directory: Path, change: Callable[[dict], object]) -> None:  
     (directory / "uqff_report.json").write_text(json.dumps(report))
 
 
+def set_error(directory: Path, error: int) -> None:
+    replace_report(directory, lambda r: r["arctool"]["layers"]["model.layers.0.q"].update(relative_error=error))
+
+
+def nested(depth: int) -> object:
+    value: object = 0
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
 DIRECTORY_LIES: dict[str, tuple[Callable[[Path], object], type[ArctoolError], str]] = {
     "no residual": (lambda d: (d / "residual.safetensors").unlink(), FormatError, "residual.safetensors: the file is missing"),
     "no config": (lambda d: (d / "config.json").unlink(), FormatError, "config.json: the file is missing"),
@@ -414,6 +425,28 @@ DIRECTORY_LIES: dict[str, tuple[Callable[[Path], object], type[ArctoolError], st
         ),
         FormatError,
         "relative_error: expected a number from 0 up, found inf",
+    ),
+    "an error of 401 digits": (lambda d: set_error(d, 10**400), FormatError, "relative_error: expected an integer of at most 64 bits"),
+    "a seed of 401 digits": (
+        lambda d: replace_report(d, lambda r: r["arctool"].update(seed=-(10**400))),
+        FormatError,
+        "seed: expected an integer of at most 64 bits, found one of 1329",
+    ),
+    "a shape of rank nine": (
+        lambda d: replace_report(d, lambda r: r["outputs"][0]["layer_details"][0].update(shape=[1] * 9)),
+        FormatError,
+        "shape: expected at most 8 positive sizes",
+    ),
+    "half a character in the report": (
+        lambda d: replace_report(d, lambda r: r.update(base_model="\ud800")),
+        FormatError,
+        r"uqff_report.json: '\\ud800' holds half of a surrogate pair",
+    ),
+    "a nested report": (lambda d: replace_report(d, lambda r: r.update(x=nested(900))), FormatError, "nested more than 64 deep"),
+    "a nested config": (
+        lambda d: (d / "config.json").write_text(json.dumps({"a": nested(900)})),
+        FormatError,
+        "config.json: nested more than 64 deep",
     ),
     "a hash that is none": (
         lambda d: replace_report(d, lambda r: r["arctool"]["sha256"]["files"].update({"config.json": 7})),
@@ -494,6 +527,8 @@ def test_the_writer_refuses_what_it_cannot_keep_apart(tmp_path: Path) -> None:
             lambda: w.add_residual("n.weight", samples.dense(2)),
             lambda: w.add_residual("a\nb", samples.dense(2)),
             lambda: w.add_layer("y", samples.dense(2, 2), None, LayerDetails(relative_error=float("nan"))),
+            lambda: w.add_layer("y", DenseTensor(np.array([[1, np.inf]], np.float32))),
+            lambda: w.add_residual("m.weight", DenseTensor(np.array([0x3F80, 0xFFC0], np.uint16))),
         ):
             with pytest.raises(FormatError):
                 call()
@@ -509,6 +544,8 @@ def test_the_writer_refuses_what_it_cannot_keep_apart(tmp_path: Path) -> None:
 def test_what_json_cannot_say_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FormatError, match=r"config\.json: cannot be written as JSON"):
         ArtifactWriter(tmp_path / "a", "q", config={"a": float("nan")}, assets={})
+    with pytest.raises(FormatError, match=r"config\.json: nested more than 64 deep"):
+        ArtifactWriter(tmp_path / "a", "q", config={"a": nested(5000)}, assets={})
     with (
         ArtifactWriter(tmp_path / "a", "q", config={}, assets={}) as w,
         pytest.raises(FormatError, match=r"uqff_report\.json: cannot be written as JSON"),

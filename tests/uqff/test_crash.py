@@ -15,7 +15,7 @@ import pytest
 import uqff_samples as samples
 
 from arctool.errors import ArctoolError, StorageError
-from arctool.uqff.container import ArtifactWriter, BakeInfo, open_artifact
+from arctool.uqff.container import ArtifactWriter, BakeInfo, open_artifact, recover
 from arctool.uqff.staging import Staging
 from arctool.uqff.verify import verify
 
@@ -209,6 +209,39 @@ def test_a_swap_that_died_half_way_is_undone_by_the_next_run(tmp_path: Path) -> 
     (tmp_path / "a").rename(tmp_path / ".a.arctool-old-0123")
     with ArtifactWriter(tmp_path / "a", "q", config={}, assets={}, overwrite=True):
         assert open_artifact(tmp_path / "a").keys() == tuple(samples.layers())
+    assert os.listdir(tmp_path) == ["a"]
+
+
+def test_after_a_swap_that_died_a_run_that_may_not_overwrite_is_refused_before_any_work(tmp_path: Path) -> None:
+    samples.write(tmp_path / "a")
+    before = tree(tmp_path / "a")
+    (tmp_path / "a").rename(tmp_path / ".a.arctool-old-0123")
+    dead = tmp_path / ".a.arctool-staging-dead"
+    dead.mkdir()
+    with pytest.raises(StorageError, match="already exists"):
+        ArtifactWriter(tmp_path / "a", "q", config={}, assets={})
+    assert os.listdir(tmp_path) == ["a"]
+    assert tree(tmp_path / "a") == before
+
+
+def test_recovering_touches_nothing_of_others_and_no_run_that_is_alive(tmp_path: Path) -> None:
+    recover(tmp_path / "not" / "there")
+    others = [".ab.arctool-old-0123", ".a.arctool-journal", ".b.arctool-staging-01", "x"]
+    for name in others:
+        (tmp_path / name).mkdir()
+    live = Staging(tmp_path / "a", overwrite=True)
+    (tmp_path / ".a.arctool-old-0123").mkdir()  # the live run is between its two renames
+    recover(tmp_path / "a")
+    assert sorted(os.listdir(tmp_path)) == sorted([*others, live.path.name, ".a.arctool-old-0123"])
+    live.abandon()
+    recover(tmp_path / "a")
+    assert sorted(os.listdir(tmp_path)) == sorted([*others, "a"])
+
+
+def test_an_old_artifact_beside_its_replacement_is_removed(tmp_path: Path) -> None:
+    samples.write(tmp_path / "a")
+    (tmp_path / ".a.arctool-old-0123").mkdir()
+    recover(tmp_path / "a")
     assert os.listdir(tmp_path) == ["a"]
 
 

@@ -15,7 +15,7 @@ from arctool.quant.hadamard import Rotation
 from arctool.quant.tensor import DenseTensor, TrellisTensor
 from arctool.quant.trellis import Geometry
 from arctool.uqff.entries import Entry
-from arctool.uqff.families import decode, decode_bias, encode, read_table, table_entry, table_ref
+from arctool.uqff.families import check_finite, decode, decode_bias, encode, read_table, table_entry, table_ref
 from arctool.uqff.sections import TableRef
 
 
@@ -155,6 +155,7 @@ TRELLIS_LIES: dict[str, tuple[Change, str]] = {
     "scales as U32": (put(".scales", "U32", (5,), bytes(20)), r"k.weight.scales: expected F32 \[5\], found U32"),
     "a NaN scale": (put(".scales", "F32", (5,), bytes(16) + b"\0\0\xc0\x7f"), "the scale of row 4 is not finite"),
     "an infinite scale": (put(".scales", "F32", (5,), b"\0\0\x80\x7f" + bytes(16)), "the scale of row 0 is not finite"),
+    "the largest scale": (put(".scales", "F32", (5,), bytes(16) + b"\xff\xff\x7f\xff"), "the scale of row 4 is -3.4.* it is not finite"),
     "sections of rank 2": (put(".sections", "U8", (1, 1), b"\x02"), "k.weight.sections: expected"),
     "sections without end": (put(".sections", "U8", (300,), bytes(300)), "at most 256 bytes"),
     "another geometry": (put(".sections", "U8", (8,), b"\x03\x06\x10\x02\x02\x04\x02\x00"), r"expected U8 \[5, 8\]"),
@@ -238,14 +239,38 @@ def test_a_table_with_a_value_that_is_not_finite_is_refused(geometry: str, poiso
     weight = samples.trellis(geometry, Codebook("table", table))
     ref = table_ref(weight)
     assert ref is not None
-    with pytest.raises(FormatError, match="not finite"):
-        read_table(table_entry(weight.codebook), ref, "f")
+    name = f"arctool.table.{ref.sha256[:16]}"
+    stored = entry(name, "U8", (table.nbytes,), table.tobytes())
+    with pytest.raises(FormatError, match=rf"f: {name}: the value at \[5, 1\] is .*not finite"):
+        read_table(stored, ref, "f")
+    with pytest.raises(FormatError, match=rf"{name}: the value at \[5, 1\] is .*not finite"):
+        table_entry(weight.codebook)
+
+
+def test_a_value_that_is_not_finite_is_found_past_the_first_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("arctool.uqff.families.FINITE_CHUNK", 4)
+    values = np.zeros((3, 5), np.float32)
+    check_finite(DenseTensor(values), "x")
+    values[2, 1] = values[2, 4] = np.inf
+    with pytest.raises(FormatError, match=r"x: the value at \[2, 1\] is inf"):
+        check_finite(DenseTensor(values), "x")
 
 
 UNWRITABLE: dict[str, tuple[str, Callable[[], object], str]] = {
     "a bias of another length": ("k", lambda: (samples.dense(3, 5), np.zeros(5, np.float32)), "f32 bias"),
     "a bias of f64": ("k", lambda: (samples.dense(3, 5), np.zeros(3)), "f32 bias"),
     "a bias of NaN": ("k", lambda: (samples.dense(3, 5), np.array([0, np.nan, 0], np.float32)), "value 1 is not finite"),
+    "an infinite f32 weight": (
+        "k",
+        lambda: (DenseTensor(np.array([[0, 1, 2], [3, 4, -np.inf]], np.float32)), None),
+        r"k\.weight: the value at \[1, 2\] is -inf, which is not finite",
+    ),
+    "a bf16 NaN": ("k", lambda: (DenseTensor(np.array([[0x3F80], [0x7FC0]], np.uint16)), None), r"the value at \[1, 0\] is nan"),
+    "a scale that takes the codebook past f32": (
+        "k",
+        lambda: (replace(tiny(), scales=np.array([1, 3e38], np.float32)), None),
+        "the scale of row 1 is .* it is not finite",
+    ),
     "no weights": ("k", lambda: (DenseTensor(np.zeros((0, 4), np.float32)), None), "at least one weight"),
     "no rank": ("k", lambda: (DenseTensor(np.zeros((), np.float32)), None), "at least one weight"),
     "an infinite scale": ("k", lambda: (replace(tiny(), scales=np.array([1, np.inf], np.float32)), None), "scale of row 1"),

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import load
 
 from arctool.errors import FormatError, StorageError
-from arctool.uqff.header import build_header, parse_header
+from arctool.uqff.header import build_header, parse_header, parse_json
 from arctool.uqff.shard import Shard
 
 
@@ -42,7 +42,9 @@ HOSTILE = {
     "no JSON": (file_of(b"hello"), "not readable as JSON"),
     "no UTF-8": (file_of(b'{"\xff": 1}'), "not readable as JSON"),
     "a list": (file_of([1]), "expected a JSON object, found list"),
-    "nesting": (file_of(b'{"a":' * 100_000), "not readable as JSON"),
+    "nesting": (file_of(b'{"a":' * 100_000), "nested more than 64 deep"),
+    "nesting of 65": (file_of(b'{"a":' * 64 + b"{}" + b"}" * 64), "nested more than 64 deep"),
+    "nesting of lists": (file_of(b'{"a":' + b"[" * 64 + b"]" * 64 + b"}"), "nested more than 64 deep"),
     "a number of 10,000 digits": (file_of(b'{"a":' + b"9" * 10_000 + b"}"), "not readable as JSON"),
     "NaN": (file_of(b'{"a": NaN}'), "NaN is not JSON"),
     "a duplicate tensor": (file_of(b'{"a":{},"b":{},"a":{}}'), "key 'a' occurs twice"),
@@ -56,7 +58,11 @@ HOSTILE = {
     "an additional field": (file_of({"a": tensor(crc=1)}, FOUR), "'a': expected exactly"),
     "a missing field": (file_of({"a": {"dtype": "U8", "shape": [4]}}, FOUR), "'a': expected exactly"),
     "an empty name": (file_of({"": tensor()}, FOUR), "not a tensor name"),
-    "a lone surrogate": (file_of(b'{"\\ud800":{"dtype":"U8","shape":[4],"data_offsets":[0,4]}}', FOUR), "not a tensor name"),
+    "a lone surrogate": (
+        file_of(b'{"\\ud800":{"dtype":"U8","shape":[4],"data_offsets":[0,4]}}', FOUR),
+        r"'\\ud800' holds half of a surrogate",
+    ),
+    "a lone surrogate in metadata": (file_of(b'{"__metadata__":{"uqff.producer":"a\\udfff"}}'), r"'a\\udfff' holds half of a surrogate"),
     "a newline in a name": (file_of({"a\nb": tensor()}, FOUR), "not a tensor name"),
     "an unknown dtype": (file_of({"a": tensor("U4")}, FOUR), "dtype 'U4' is unknown"),
     "a dtype that is a list": (file_of({"a": tensor(["U8"])}, FOUR), "dtype .* is unknown"),
@@ -88,6 +94,13 @@ def test_a_hostile_header_is_refused_by_name(name: str) -> None:
     data, words = HOSTILE[name]
     with pytest.raises(FormatError, match=f"^f.uqff: .*{words}"):
         parse_header(memoryview(data), "f.uqff")
+
+
+def test_json_of_the_deepest_kind_allowed_and_whole_surrogate_pairs_are_fine() -> None:
+    found = parse_json(b'{"a":' * 63 + b'{"\\ud83d\\ude00": 1}' + b"}" * 63, "f")
+    for _ in range(63):
+        found = found["a"]
+    assert found == {"\U0001f600": 1}
 
 
 def test_a_header_of_many_duplicates_is_refused_quickly() -> None:

@@ -16,6 +16,7 @@ import uqff_samples as samples
 from arctool.errors import SourceError, StorageError
 from arctool.quant.codebooks import SUM2_SHA256, ShippedTable
 from arctool.quant.tensor import DenseTensor, TrellisTensor, Weight
+from arctool.uqff.comparison import MAX_ROW
 from arctool.uqff.container import ArtifactWriter, BakeInfo, open_artifact
 from arctool.uqff.verify import VerifyReport, verify
 
@@ -31,14 +32,25 @@ class Oracle:
     only: str = ""
     fault: Callable[[np.ndarray], np.ndarray] = lambda values: values
     largest: int = 0
+    zero_signs: bool = True
 
     def accepts(self, weight: TrellisTensor) -> bool:
         return self.only in weight.label
 
-    def decode(self, weight: TrellisTensor) -> np.ndarray:
+    def decode(self, weight: TrellisTensor) -> tuple[np.ndarray, np.ndarray]:
         assert weight.rotation is None
         self.largest = max(self.largest, weight.shape[0] * weight.shape[1])
-        return self.fault(weight.decode())
+        return np.arange(weight.in_features), self.fault(weight.decode())
+
+
+class Sampler(Oracle):
+    """Gives the chosen columns only."""
+
+    columns: tuple[object, ...] = (0, 3)
+
+    def decode(self, weight: TrellisTensor) -> tuple[np.ndarray, np.ndarray]:
+        columns = np.array(self.columns)
+        return columns, self.fault(weight.decode())[:, columns.astype(int)]
 
 
 class Truth:
@@ -247,6 +259,98 @@ def test_shapes_are_held_against_the_model(artifact: Path) -> None:
     assert "layer lm_head is no part of the model" in check(artifact, expected=missing).container.failures[0]
 
 
+def test_a_layer_that_no_model_could_run_costs_the_oracle_nothing(artifact: Path) -> None:
+    shapes = expected() | {"model.layers.0.q.weight": (5, 14)}
+    del shapes["model.layers.0.o.weight"]
+    decoder = Oracle()
+    seen: list[str] = []
+    decoder.fault = lambda values: seen.append(str(values.shape)) or values  # type: ignore[func-returns-value]
+    report = check(artifact, expected=shapes, implementations=[decoder])
+    assert report.container.failure_count == 2
+    assert report.implementations.failures == (
+        "model.layers.0.q: the model has no such layer of shape [5, 12], so nothing was compared",
+        "model.layers.0.o: the model has no such layer of shape [3, 7], so nothing was compared",
+    )
+    assert sorted(seen) == ["(2, 12)", "(5, 12)", "(5, 12)"]
+    wrong_bias = expected() | {"model.layers.0.q.bias": (6,)}
+    report = check(artifact, expected=wrong_bias)
+    assert not report.container.passed
+    assert report.implementations.passed
+
+
+def test_rows_past_the_bound_are_refused_by_name_and_not_decoded(tmp_path: Path) -> None:
+    assert MAX_ROW >= 2 * 53248  # the widest row of Llama 3.1 405B
+    with ArtifactWriter(tmp_path / "a", "q", config={}, assets={}) as w:
+        w.add_layer("x", samples.trellis("K4V2L16", rows=1, inner=MAX_ROW + 2, rotated=False))
+        w.finish(BakeInfo("q", 0))
+    decoder = Oracle()
+    report = check(tmp_path / "a", implementations=[decoder])
+    assert report.container.passed
+    assert report.implementations.failures == (
+        f"x: rows of {MAX_ROW + 2} weights are longer than the {MAX_ROW} that are ever compared, so nothing was compared",
+    )
+    assert decoder.largest == 0
+
+
+def test_a_row_of_just_the_bound_is_compared(artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("arctool.uqff.comparison.MAX_ROW", 12)
+    assert check(artifact).passed
+    monkeypatch.setattr("arctool.uqff.comparison.MAX_ROW", 11)
+    assert check(artifact).implementations.failure_count == 4  # all but the row of 7
+
+
+def test_a_config_that_gives_no_shapes_fails_the_container(artifact: Path) -> None:
+    report = check(artifact, config_error="config.json: hidden_size: expected a positive integer, found 'x'")
+    assert report.container.failures == ("config.json: hidden_size: expected a positive integer, found 'x'",)
+    assert report.implementations.passed
+    assert not report.passed
+
+
+POISON: dict[str, tuple[str, str, tuple[str, list[int], bytes], str]] = {
+    "an f32 layer": (
+        "qtip2b-0.uqff",
+        "lm_head.weight",
+        ("U8", [24], bytes(16) + b"\0\0\x80\xff" * 2),
+        r"lm_head\.weight: the value at \[1, 1\] is -inf",
+    ),
+    "a bf16 layer": (
+        "qtip2b-0.uqff",
+        "model.embed_tokens.weight",
+        ("U8", [30], bytes(12) + b"\xc0\x7f" * 9),
+        r"the value at \[1, 1\] is nan",
+    ),
+    "a norm": (
+        "residual.safetensors",
+        "model.norm.weight",
+        ("F32", [12], bytes(8) + b"\0\0\x80\x7f" * 10),
+        r"model\.norm\.weight: the value at \[2\] is inf",
+    ),
+    "an f16 norm": (
+        "residual.safetensors",
+        "model.norm.weight",
+        ("F16", [12], bytes(22) + b"\0\x7c"),
+        r"model\.norm\.weight: the value at \[11\] is inf",
+    ),
+    "a residual bias": ("residual.safetensors", "x.bias", ("F32", [1], b"\0\0\xc0\x7f"), r"x\.bias: the value at \[0\] is nan"),
+}
+
+
+@pytest.mark.parametrize("name", POISON)
+def test_a_stored_value_that_is_not_finite_is_named_with_its_index(tmp_path: Path, name: str) -> None:
+    file, entry, stored, words = POISON[name]
+    samples.write(tmp_path / "a", ("model.embed_tokens", "model.layers.0.q", "lm_head"))
+    tensors = samples.unpack_safetensors((tmp_path / "a" / file).read_bytes())
+    tensors[entry] = stored
+    (tmp_path / "a" / file).write_bytes(samples.raw_safetensors(tensors, metadata={"uqff.producer": "mistral.rs"}))
+    if file == "residual.safetensors":
+        shard = samples.unpack_safetensors((tmp_path / "a" / "qtip2b-0.uqff").read_bytes())
+        (tmp_path / "a" / "qtip2b-0.uqff").write_bytes(samples.raw_safetensors(shard, metadata={"uqff.producer": "mistral.rs"}))
+    (tmp_path / "a" / "uqff_report.json").unlink()
+    answer = check(tmp_path / "a").container
+    assert answer.failure_count == 1, answer.failures
+    assert re.search(words, answer.failures[0]), answer.failures
+
+
 def wrong_bit(values: np.ndarray) -> np.ndarray:
     values = values.copy()
     values.view(np.uint32)[1, 2] ^= 1
@@ -287,6 +391,36 @@ def test_a_zero_of_the_wrong_sign_is_a_difference(tmp_path: Path) -> None:
     assert report.container.passed
     assert not report.passed
     assert report.coverage[0].differing == 15
+    through_a_sum = Oracle("sum", "", negative_zero, zero_signs=False)
+    report = check(tmp_path / "a", implementations=[through_a_sum])
+    assert report.implementations.passed
+    through_a_sum.fault = lambda values: np.where(values == 0, np.float32(1e-45), values)
+    assert check(tmp_path / "a", implementations=[through_a_sum]).coverage[0].differing == 15
+    through_a_sum.fault = np.zeros_like  # a zero where the oracle has none is no matter of signs
+    assert check(tmp_path / "a", implementations=[through_a_sum]).coverage[0].differing == 45
+
+
+def test_what_a_sampling_decoder_does_not_give_is_not_counted(artifact: Path) -> None:
+    report = check(artifact, implementations=[Sampler("sampled")])
+    assert report.passed
+    assert report.coverage[0].weights == 2 * (5 * 3 + 3 + 2)  # two columns of rows 5, 5, 5, 3, 2
+    assert report.implementations.counts["weights by sampled"] == report.coverage[0].weights
+    faulty = Sampler("sampled", "k4v2", lambda values: np.where(np.arange(values.shape[1]) == 3, values + 1, values))
+    report = check(artifact, implementations=[Oracle(), faulty])
+    assert report.implementations.failures[0].startswith("model.layers.0.q: sampled: row 0, column 3: expected")
+    assert report.coverage[1].differing == 5
+
+
+@pytest.mark.parametrize("columns", [(), (3, 0), (0, 0), (-1, 2), (0, 12), (0.0, 1.0)])
+def test_columns_that_no_row_has_are_no_answer(artifact: Path, columns: tuple[object, ...]) -> None:
+    class Liar(Sampler):
+        def decode(self, weight: TrellisTensor) -> tuple[np.ndarray, np.ndarray]:
+            return np.array(columns), np.zeros((weight.shape[0], len(columns)), np.float32)
+
+    report = check(artifact, implementations=[Oracle(), Liar("liar", "k4v2")])
+    assert "model.layers.0.q: liar: gave" in report.implementations.failures[0]
+    assert "as columns, expected rising ones from 0 to 11" in report.implementations.failures[0]
+    assert (report.coverage[1].weights, report.coverage[1].differing) == (0, 60)
 
 
 @pytest.mark.parametrize("only", ["nothing", "sum2"])
@@ -298,7 +432,7 @@ def test_a_tensor_that_nobody_compared_is_no_pass(artifact: Path, only: str) -> 
 
 
 def test_decoding_is_compared_in_blocks_of_bounded_size(artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("arctool.uqff.verify.BLOCK_WEIGHTS", 25)
+    monkeypatch.setattr("arctool.uqff.comparison.BLOCK_WEIGHTS", 25)
     decoder = Oracle()
     report = check(artifact, implementations=[decoder])
     assert report.passed

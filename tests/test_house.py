@@ -1,0 +1,99 @@
+"""The rules of the house that a machine can check: which room may import which, how long a file may be, and the tools' own verdicts."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "arctool"
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+MAY_IMPORT: dict[str, frozenset[str]] = {
+    "__init__": frozenset({"api", "run"}),
+    "errors": frozenset(),
+    "quant": frozenset({"errors"}),
+    "kernels": frozenset({"errors", "quant"}),
+    "uqff": frozenset({"errors", "quant"}),
+    "run": frozenset({"errors", "quant", "kernels", "uqff"}),
+    "bake": frozenset({"errors", "quant", "kernels", "uqff", "run"}),
+    "bench": frozenset({"errors", "quant", "kernels", "uqff", "run", "bake"}),
+    "api": frozenset({"errors", "quant", "kernels", "uqff", "run", "bake"}),
+    "terminal": frozenset({"api", "errors", "quant", "kernels", "uqff", "run", "bake", "bench"}),
+    "cli": frozenset({"api", "errors", "quant", "kernels", "uqff", "run", "bake", "bench", "terminal"}),
+}
+"""Room → the rooms that it stands on. `arctool/__init__.py` is the public door: it names what the rooms offer."""
+
+LONGEST = 450
+LONGEST_TEST = 600
+
+
+def room_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imported_rooms(source: str) -> set[str]:
+    """Rooms of ours that a module imports, wherever in it the import stands; `import arctool` for its version is none."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"line {node.lineno}: a relative import; write the full name"
+            names = [f"{node.module}.{alias.name}" for alias in node.names] if node.module == "arctool" else [node.module or ""]
+        else:
+            continue
+        found |= {name.split(".")[1] for name in names if name.startswith("arctool.")}
+    return found - {"__version__"}
+
+
+def test_imported_rooms_are_seen_in_every_form() -> None:
+    source = (
+        "import arctool\nimport arctool.run.llm\nfrom arctool import bake, __version__\ndef f():\n    from arctool.quant.trellis import x\n"
+    )
+    assert imported_rooms(source) == {"run", "bake", "quant"}
+
+
+def test_every_room_is_known() -> None:
+    assert {room_of(path) for path in FILES} <= set(MAY_IMPORT)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_no_import_runs_upwards(path: Path) -> None:
+    room = room_of(path)
+    upward = imported_rooms(path.read_text()) - MAY_IMPORT[room] - {room}
+    assert not upward, f"{room} may not import {', '.join(sorted(upward))}"
+
+
+@pytest.mark.parametrize("path", sorted([*FILES, *(ROOT / "tests").rglob("*.py"), *(ROOT / "fixtures").rglob("*.py")]), ids=str)
+def test_no_file_is_too_long_to_read(path: Path) -> None:
+    lines = len(path.read_text().splitlines())
+    assert lines <= (LONGEST_TEST if path.is_relative_to(ROOT / "tests") else LONGEST), (
+        f"{lines} lines; a file that needs so many has a second reason to exist"
+    )
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_every_file_says_what_it_is_for(path: Path) -> None:
+    tree = ast.parse(path.read_text())
+    assert not tree.body or ast.get_docstring(tree)
+
+
+@pytest.mark.parametrize("command", [("ruff", "check"), ("ruff", "format", "--check"), ("mypy",)], ids=" ".join)
+def test_the_tools_have_nothing_to_say(command: tuple[str, ...]) -> None:
+    done = subprocess.run([sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_two_commands_of_the_readme_are_there() -> None:
+    targets = {
+        line.split(":")[0] for line in (ROOT / "Makefile").read_text().splitlines() if ":" in line and not line.startswith(("\t", "#", "."))
+    }
+    readme = (ROOT / "README.md").read_text()
+    for target in ("demo", "test"):
+        assert target in targets
+        assert f"make {target}" in readme
