@@ -9,11 +9,13 @@ from typing import Any
 from jinja2.exceptions import TemplateError
 
 from arctool.errors import RequestError, SourceError
-from arctool.run.template_sandbox import MAX_ELEMENTS, MeteredEnvironment, raise_exception
+from arctool.run.template_meter import MAX_ELEMENTS
+from arctool.run.template_sandbox import MeteredEnvironment, raise_exception
 from arctool.run.tokenizer import CONFIG_FILE, json_asset
 
 TEMPLATE_FILE = "chat_template.jinja"
-MAX_TEMPLATE = 1_000_000
+MAX_TEMPLATE = 100_000
+MAX_DATE_FORMAT = 1000
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 Message = Mapping[str, Any]
@@ -28,11 +30,11 @@ class ChatTemplate:
             raise SourceError(f"chat template: expected at most {MAX_TEMPLATE} characters, found {len(source)}")
         self._environment = MeteredEnvironment()
         self._environment.globals["raise_exception"] = raise_exception
-        self._environment.globals["strftime_now"] = lambda form: now().strftime(form)
+        self._environment.globals["strftime_now"] = lambda form: _date(now(), form)
         self._special = dict(special)
         try:
             self._template = self._environment.from_string(source)
-        except (TemplateError, RecursionError, SyntaxError) as error:
+        except Exception as error:  # a stranger's text: whatever Jinja and Python's compiler make of it, it is no template
             raise SourceError(f"chat template: does not compile: {_reason(error)}") from error
 
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **variables: Any) -> str:
@@ -92,6 +94,12 @@ def check_messages(messages: Any) -> None:
         content = message.get("content")
         if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
             raise RequestError(f"messages[{i}].content: expected a text, found a {type(content).__name__}")
+
+
+def _date(now: datetime, form: Any) -> str:
+    if not isinstance(form, str) or len(form) > MAX_DATE_FORMAT:
+        raise TemplateError(f"strftime_now: expected a text of at most {MAX_DATE_FORMAT} characters")
+    return now.strftime(form)
 
 
 def _reason(error: BaseException) -> str:

@@ -54,7 +54,7 @@ class ModelConfig:
         dialect = DIALECTS[name]
         hidden = fields.count("hidden_size", MAX_WIDTH)
         heads = fields.count("num_attention_heads", MAX_WIDTH)
-        kv_heads = _kv_heads(fields, heads)
+        kv_heads = _kv_heads(fields, heads, dialect)
         layers = fields.count("num_hidden_layers", MAX_LAYERS)
         vocab = fields.count("vocab_size", MAX_WIDTH)
         return ModelConfig(
@@ -89,9 +89,9 @@ def _architecture_name(fields: Fields) -> str:
     return names[0]
 
 
-def _kv_heads(fields: Fields, heads: int) -> int:
-    # Absent or null means "as many as the query heads", the rule of all four configuration classes for null.
-    value = fields.get("num_key_value_heads")
+def _kv_heads(fields: Fields, heads: int, dialect: Dialect) -> int:
+    # Null means "as many as the query heads" in all four configuration classes; an absent field means the class's own number.
+    value = dialect.default_kv_heads if fields.absent("num_key_value_heads") else fields.get("num_key_value_heads")
     kv_heads = heads if value is None else fields.check_count("num_key_value_heads", value, MAX_WIDTH)
     if heads % kv_heads:
         raise fields.error("num_key_value_heads", f"expected a divisor of num_attention_heads = {heads}, found {kv_heads}")

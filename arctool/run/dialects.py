@@ -13,6 +13,11 @@ from arctool.run.fields import Fields, short
 # More positions than any real model has; keeps a lying config from asking for the machine's whole memory.
 MAX_POSITIONS = 1 << 26
 
+# What the configuration classes of transformers put where a file lacks the field; null is a statement, absence is not.
+# `sliding_window` of Mistral, Qwen2 and Qwen3; `max_window_layers` of both Qwens.
+DEFAULT_WINDOW = 4096
+DEFAULT_FULL_LAYERS = 28
+
 
 def _full_attention(fields: Fields, layers: int) -> tuple[int | None, ...]:
     """Llama: every layer sees the whole context. A window in the file would be something we do not know."""
@@ -22,7 +27,7 @@ def _full_attention(fields: Fields, layers: int) -> tuple[int | None, ...]:
 
 
 def _window_everywhere(fields: Fields, layers: int) -> tuple[int | None, ...]:
-    """Mistral: `sliding_window` holds for all layers; null is no window."""
+    """Mistral: `sliding_window` holds for all layers; null is no window, an absent field is not null."""
     window = _window(fields)
     return _by_layer_types(fields, layers, window) or (window,) * layers
 
@@ -34,14 +39,14 @@ def _window_if_used(fields: Fields, layers: int) -> tuple[int | None, ...]:
     by_type = _by_layer_types(fields, layers, window)
     if by_type is not None or window is None:
         return by_type or (None,) * layers
-    first = fields.required("max_window_layers")
+    first = DEFAULT_FULL_LAYERS if fields.absent("max_window_layers") else fields.required("max_window_layers")
     if isinstance(first, bool) or not isinstance(first, int) or first < 0:
         raise fields.error("max_window_layers", f"expected an integer of at least 0, found {short(first)}")
     return tuple(window if layer >= first else None for layer in range(layers))
 
 
 def _window(fields: Fields) -> int | None:
-    value = fields.get("sliding_window")
+    value = DEFAULT_WINDOW if fields.absent("sliding_window") else fields.get("sliding_window")
     return None if value is None else fields.check_count("sliding_window", value, MAX_POSITIONS)
 
 
@@ -74,12 +79,16 @@ def _never(field: str) -> Callable[[Fields], bool]:
 
 @dataclass(frozen=True)
 class Dialect:
-    """One architecture's rules for the fields that the others read differently."""
+    """One architecture's rules for the fields that the others read differently.
+
+    `default_kv_heads`, `default_head_dim`: what an absent field means; None: it follows from the other fields.
+    """
 
     attention_bias: Callable[[Fields], bool]
     mlp_bias: Callable[[Fields], bool]
     qk_norm: bool
     windows: Callable[[Fields, int], tuple[int | None, ...]]
+    default_kv_heads: int | None = None
     default_head_dim: int | None = None
 
 
@@ -90,14 +99,27 @@ DIALECTS: Mapping[str, Dialect] = {
         qk_norm=False,
         windows=_full_attention,
     ),
-    "MistralForCausalLM": Dialect(_never("attention_bias"), _never("mlp_bias"), qk_norm=False, windows=_window_everywhere),
+    "MistralForCausalLM": Dialect(
+        attention_bias=_never("attention_bias"),
+        mlp_bias=_never("mlp_bias"),
+        qk_norm=False,
+        windows=_window_everywhere,
+        default_kv_heads=8,
+    ),
     # Qwen2 always has biases on q, k and v (never on o), and no field that says so.
-    "Qwen2ForCausalLM": Dialect(lambda _: True, _never("mlp_bias"), qk_norm=False, windows=_window_if_used),
+    "Qwen2ForCausalLM": Dialect(
+        attention_bias=lambda _: True,
+        mlp_bias=_never("mlp_bias"),
+        qk_norm=False,
+        windows=_window_if_used,
+        default_kv_heads=32,
+    ),
     "Qwen3ForCausalLM": Dialect(
         attention_bias=lambda f: f.flag("attention_bias", False),
         mlp_bias=_never("mlp_bias"),
         qk_norm=True,
         windows=_window_if_used,
+        default_kv_heads=32,
         default_head_dim=128,  # Qwen3Config's own default: head_dim never follows from hidden_size there
     ),
 }

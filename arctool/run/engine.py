@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Ordered
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ from arctool.run.detokenizer import StopStrings, StreamDecoder
 from arctool.run.kv.blocks import BlockTable
 from arctool.run.runner import ModelRunner
 from arctool.run.sampler import Sampled, SampleRow, TokenLogprobs, sample
-from arctool.run.sampling_params import SamplingParams
+from arctool.run.sampling_params import SamplingParams, as_token_id
 from arctool.run.scheduler import Limits, Scheduler, Work
 from arctool.run.sequence import FinishReason, Sequence, Status
 from arctool.run.tokenizer import Tokenizer
@@ -66,6 +67,8 @@ class _Request:
 class Engine:
     """Serves any number of requests over one runner. Not thread-safe: one thread adds, steps and cancels.
 
+    Any number of streams may be open: whoever steps, the updates of a stream's requests wait for it in its own inbox.
+
     Without a tokenizer it works on token ids only, and text is empty. `eos_token_ids`: the tokens that end a text by themselves.
     """
 
@@ -99,6 +102,7 @@ class Engine:
         self._choices = self._vocab_size if tokenizer is None else tokenizer.size
         self._clock = clock
         self._requests: dict[int, _Request] = {}
+        self._inboxes: dict[int, deque[Update]] = {}
         self._next_id = 0
 
     def add_request(self, prompt_ids: Ordered[int], params: SamplingParams) -> int:
@@ -126,10 +130,19 @@ class Engine:
         return bool(self._requests)
 
     def step(self) -> list[Update]:
-        """Advance every sequence that the plan names; returns what became known. No work: an empty list."""
+        """Advance every sequence that the plan names; returns what became known. No work: an empty list.
+
+        Updates of requests that a stream waits for are returned and put into its inbox too.
+        """
         work = self.scheduler.schedule()
-        logits = self.runner.run(work) if work else None
-        return [] if logits is None else self._postprocess(work, sample(logits[:, : self._choices], _rows(work)))
+        if not work:
+            return []
+        logits = self.runner.run(work)
+        updates = self._postprocess(work, sample(logits[:, : self._choices], _rows(work)))
+        for update in updates:
+            if update.request_id in self._inboxes:
+                self._inboxes[update.request_id].append(update)
+        return updates
 
     def cancel(self, request_id: int) -> Completion | None:
         """End a request and free its blocks; None if it is not (or no longer) known."""
@@ -143,16 +156,20 @@ class Engine:
         Request ids count up in the order of `prompts` from the first one's.
         """
         ids: list[int] = []
+        inbox: deque[Update] = deque()
         try:
             for prompt, one in zip(prompts, params, strict=True):
                 ids.append(self.add_request(prompt, one))
-            while any(i in self._requests for i in ids):
-                for update in self.step():
-                    if update.request_id in ids:
-                        yield update
+                self._inboxes[ids[-1]] = inbox
+            while inbox or any(i in self._requests for i in ids):
+                if inbox:
+                    yield inbox.popleft()
+                else:
+                    self.step()
         finally:
             for i in ids:
                 self.cancel(i)
+                self._inboxes.pop(i, None)
 
     def generate(self, prompts: Ordered[Ordered[int]], params: Ordered[SamplingParams]) -> list[Completion]:
         """Serve the prompts together; returns their completions in the same order."""
@@ -160,15 +177,17 @@ class Engine:
         return sorted(done, key=lambda completion: completion.request_id)
 
     def _checked_prompt(self, prompt_ids: Ordered[int]) -> tuple[int, ...]:
-        prompt = tuple(prompt_ids)
+        prompt: list[int] = []
+        for token in prompt_ids:
+            known = as_token_id(token)
+            if known is None or not 0 <= known < self._vocab_size:
+                raise RequestError(f"prompt: expected token ids from 0 to {self._vocab_size - 1}, found {token!r:.40}")
+            prompt.append(known)
         if not prompt:
             raise RequestError("prompt: expected at least one token, found none")
         if len(prompt) >= self.max_model_len:
             raise RequestError(f"prompt: {len(prompt)} tokens leave no room in the context of {self.max_model_len} tokens; shorten it")
-        for token in prompt:
-            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < self._vocab_size:
-                raise RequestError(f"prompt: expected token ids from 0 to {self._vocab_size - 1}, found {token!r:.40}")
-        return prompt
+        return tuple(prompt)
 
     def _postprocess(self, work: list[tuple[Sequence, Work]], results: list[Sampled]) -> list[Update]:
         """Commit the step: what was computed is computed, every emitting sequence gets its token or its error."""
@@ -186,7 +205,10 @@ class Engine:
             sequence.logprobs.append(result.logprobs)
         if request.first_token is None:
             request.first_token = self._clock()
-        text, reason = self._text_and_reason(request, result.token)
+        try:
+            text, reason = self._text_and_reason(request, result.token)
+        except RequestError as error:  # a tokenizer that cannot decode its own tokens fails this request, not its neighbours
+            return Update(sequence.id, (result.token,), "", self._finish(request, FinishReason.ERROR, str(error)))
         if text:
             request.pieces.append(text)
         return Update(sequence.id, (result.token,), text, None if reason is None else self._finish(request, reason))

@@ -24,6 +24,10 @@ class Fields:
         """The value, or None if it is absent or null."""
         return self.config.get(field)
 
+    def absent(self, field: str) -> bool:
+        """Whether the file lacks the field; one that is null is there."""
+        return field not in self.config
+
     def required(self, field: str) -> Any:
         value = self.get(field)
         if value is None:

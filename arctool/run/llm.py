@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from arctool.errors import RequestError, SourceError
+from arctool.errors import FormatError, RequestError, SourceError
 from arctool.kernels.registry import Registry, default_registry
 from arctool.quant.tensor import Weight
 from arctool.run.chat import ChatTemplate, Message, load_template
@@ -42,11 +42,14 @@ class EngineOptions:
 
 
 class ArtifactSource:
-    """A UQFF artifact as a source of weights."""
+    """A UQFF artifact as a source of weights. Raises FormatError where its config.json describes no model that we run."""
 
     def __init__(self, artifact: Artifact) -> None:
         self._artifact = artifact
-        self.config = ModelConfig.from_hf(artifact.config_json, "config.json")
+        try:
+            self.config = ModelConfig.from_hf(artifact.config_json, str(artifact.directory / "config.json"))
+        except SourceError as error:
+            raise FormatError(str(error)) from error
 
     @property
     def assets(self) -> Mapping[str, bytes]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,11 +51,21 @@ class SamplingParams:
             raise RequestError(f"ignore_eos: expected true or false, found {_short(self.ignore_eos)}")
         _check_stops(self.stop, self.stop_token_ids)
         object.__setattr__(self, "stop", tuple(self.stop))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        object.__setattr__(self, "stop_token_ids", tuple(operator.index(token) for token in self.stop_token_ids))
 
     @property
     def greedy(self) -> bool:
         return self.temperature == 0
+
+
+def as_token_id(value: Any) -> int | None:
+    """`value` as an int if it is an integer of any kind (numpy's and torch's included), but no truth value; else None."""
+    if isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool"):
+        return None
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
 
 
 def _check_stops(stop: Any, stop_token_ids: Any) -> None:
@@ -66,7 +77,8 @@ def _check_stops(stop: Any, stop_token_ids: Any) -> None:
     if not isinstance(stop_token_ids, tuple | list):
         raise RequestError(f"stop_token_ids: expected a list of token ids, found {_short(stop_token_ids)}")
     for token in stop_token_ids:
-        _integer("stop_token_ids", token, 0, (1 << 31) - 1)
+        known = as_token_id(token)
+        _integer("stop_token_ids", token if known is None else known, 0, (1 << 31) - 1)
 
 
 def _number(field: str, value: Any, low: float, high: float) -> None:

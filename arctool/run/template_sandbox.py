@@ -1,14 +1,14 @@
 """A Jinja environment for templates that come with a model, that is, from a stranger: no way out, and no way to run for ever.
 
-Jinja's immutable sandbox keeps a template away from Python's insides. It does not bound work, so here only the filters, methods
-and globals that chat templates use exist, every loop turn, call and filter costs a tick, ticks and seconds run out, and whatever
-could make a huge value from a small one (repetition, replacing, joining, printing nested lists) is weighed before it runs.
+Jinja's immutable sandbox keeps a template away from Python's insides. It does not bound work, so here only the filters, tests,
+methods and globals that chat templates use exist, nothing is evaluated while a template compiles, and everything that runs is
+paid for by a `Meter`: loop turns, calls, filters, comparisons, every text and list that is made or printed. What could make a huge
+value from a small one, or walk a small one for ever, is weighed before it runs.
 """
 
 from __future__ import annotations
 
 import json
-import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import wraps
@@ -18,98 +18,78 @@ from jinja2 import nodes
 from jinja2.exceptions import SecurityError, TemplateError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.runtime import Context
+from jinja2.runtime import Context, LoopContext, Macro, Undefined
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace, pass_context
 
-MAX_TICKS = 500_000
-MAX_SECONDS = 2.0
-MAX_ELEMENTS = 8_000_000
+from arctool.run.template_filters import FILTERS, ITERATING, SHALLOW, check_filter, check_join, check_replace
+from arctool.run.template_meter import (
+    ELEMENT,
+    PIECE,
+    STEP,
+    Meter,
+    check_format,
+    check_percent,
+    check_pieces,
+    check_search,
+    lines,
+    within,
+    words,
+)
+from arctool.run.template_rewrite import metered
+
 MAX_RANGE = 100_000
-MAX_WIDTH = 1000
+MAX_BITS = 4096
+MAX_KEY = 1000
 
-# fmt: off
-FILTERS = frozenset((
-    "abs", "attr", "capitalize", "count", "d", "default", "dictsort", "e", "escape", "first", "float", "format",
-    "groupby", "indent", "int", "items", "join", "last", "length", "list", "lower", "map", "max", "min", "reject",
-    "rejectattr", "replace", "reverse", "round", "safe", "select", "selectattr", "sort", "string", "sum", "title",
-    "trim", "truncate", "unique", "upper", "wordcount",
-))
-# fmt: on
 # fmt: off
 STRING_METHODS = frozenset((
     "strip", "lstrip", "rstrip", "split", "rsplit", "splitlines", "startswith", "endswith", "upper", "lower", "title",
     "capitalize", "replace", "join", "find", "rfind", "index", "count", "removeprefix", "removesuffix", "partition",
     "rpartition", "isdigit", "isalpha", "isalnum", "isspace", "isupper", "islower", "format",
 ))
+# Tests that ask for a type or an identity; the others compare, and what they compare is weighed.
+TYPE_TESTS = frozenset((
+    "boolean", "callable", "defined", "escaped", "false", "float", "integer", "iterable", "mapping", "none", "number",
+    "sameas", "sequence", "string", "true", "undefined",
+))
+NUMBER_TESTS = frozenset(("odd", "even", "divisibleby"))
+COMPARING_TESTS = frozenset((
+    "==", "eq", "equalto", "!=", "ne", ">", "gt", "greaterthan", ">=", "ge", "<", "lt", "lessthan", "<=", "le", "in", "lower", "upper",
+))
 # fmt: on
+METHODS: tuple[tuple[type | tuple[type, ...], frozenset[str]], ...] = (
+    (str, STRING_METHODS),
+    ((list, tuple), frozenset(("count", "index", "grouper", "list"))),  # the last two: fields of what `groupby` yields
+    (Mapping, frozenset(("copy", "get", "items", "keys", "values"))),
+    ((int, float, bytes, type), frozenset()),
+)
 GLOBALS = ("dict", "namespace")
-# Widths, nested fields and arguments of format strings: "%9999d", "{:>9999}", "{:{width}}", "%*d".
-WIDE_FORMAT = re.compile(r"\d{4,}|\{[^{}]*\{|%[-+ #0]*\*")
-
-
-class Meter:
-    """What one rendering has used up."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._deadline = clock() + MAX_SECONDS
-        self._ticks = 0
-
-    def tick(self) -> None:
-        """Pay for one turn of a loop, one call or one element."""
-        self._ticks += 1
-        if self._ticks > MAX_TICKS:
-            raise SecurityError(f"more than {MAX_TICKS} loop turns and calls")
-        if self._clock() > self._deadline:
-            raise SecurityError(f"more than {MAX_SECONDS:g} seconds")
-
-    def loop(self, items: Iterable[Any]) -> Iterator[Any]:
-        """`items`, paid for one by one."""
-        for item in items:
-            self.tick()
-            yield item
-
-    def checked(self, value: Any) -> Any:
-        """`value`, unless it is a text or list of absurd size."""
-        if isinstance(value, str | list | tuple | dict) and len(value) > MAX_ELEMENTS:
-            raise SecurityError(f"a value of more than {MAX_ELEMENTS} elements")
-        return value
-
-    def weighed(self, value: Any, share: int = 1) -> Any:
-        """`value`, unless its text would be more than 1/share of the limit: nested lists are small until they are printed."""
-        if self.weigh(value) > MAX_ELEMENTS // share:
-            raise SecurityError(f"a value of more than {MAX_ELEMENTS} elements")
-        return value
-
-    def weigh(self, value: Any) -> int:
-        """Characters and elements of `value`, nested ones included."""
-        if isinstance(value, str):
-            return len(value)
-        if not isinstance(value, list | tuple | Mapping):
-            return 1
-        total = 0
-        for item in (x for pair in value.items() for x in pair) if isinstance(value, Mapping) else value:
-            self.tick()
-            total += self.weigh(item)
-            if total > MAX_ELEMENTS:
-                raise SecurityError(f"a value of more than {MAX_ELEMENTS} elements")
-        return total
+BINARY_OPERATORS = frozenset(("+", "-", "*", "/", "//", "%", "**"))
 
 
 class MeteredEnvironment(ImmutableSandboxedEnvironment):
     """Renders one template at a time; `meter` belongs to the rendering in progress."""
 
-    intercepted_binops = frozenset(("+", "*", "**", "%"))
+    intercepted_binops = BINARY_OPERATORS
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, GenerationTag])
+        # Not optimized: Jinja would run constant expressions, filters included, while it compiles, before any meter runs.
+        super().__init__(trim_blocks=True, lstrip_blocks=True, optimized=False, extensions=[loopcontrols, GenerationTag])
         self._clock = clock
         self.meter = Meter(clock)
-        self.finalize = lambda value: self.meter.weighed(value)  # sees every value that is about to be printed
-        self.filters = {name: self._limited(name, f) for name, f in self.filters.items() if name in FILTERS}
-        self.filters["tojson"] = self._limited("tojson", _tojson)
-        self.filters["_metered_loop"] = lambda items: self.meter.loop(items)
-        self.filters["_weighed"] = lambda value, share: self.meter.weighed(value, share)
+        self.finalize = pass_context(lambda _, value: self._printed(value))  # with a context, or constants run at compile time
+        filters = {name: f for name, f in self.filters.items() if name in FILTERS} | {"tojson": self._tojson}
+        self.filters = {name: self._limited_filter(name, f) for name, f in filters.items()} | {
+            "_looped": lambda items: self.meter.loop(items),
+            "_concatenated": self._printed,
+            "_compared": self._compared,
+            "_key": self._key,
+            "_made": lambda value: self.meter.made(value),
+            "_written": self._written,
+        }
+        tests = TYPE_TESTS | NUMBER_TESTS | COMPARING_TESTS
+        self.tests = {name: self._limited_test(name, cast(Callable[..., Any], f)) for name, f in self.tests.items() if name in tests}
         self.globals = {name: self.globals[name] for name in GLOBALS} | {"range": _range}
 
     def restart(self) -> None:
@@ -117,37 +97,63 @@ class MeteredEnvironment(ImmutableSandboxedEnvironment):
         self.meter = Meter(self._clock)
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
-        """Parse, then put every loop and every operand of `~` under the meter."""
-        tree = super()._parse(source, name, filename)
-        for loop in list(tree.find_all(nodes.For)):
-            loop.iter = _filtered(loop.iter, "_metered_loop")
-        for concat in list(tree.find_all(nodes.Concat)):
-            share: nodes.Expr = nodes.Const(len(concat.nodes))
-            concat.nodes = [_filtered(operand, "_weighed", share) for operand in concat.nodes]
-        return tree
+        """Parse, then put under the meter what has no hook of its own."""
+        return metered(super()._parse(source, name, filename))
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        allowed = attr in STRING_METHODS if isinstance(obj, str) else True
+        allowed = next((attr in names for kind, names in METHODS if isinstance(obj, kind)), True)
         return allowed and super().is_safe_attribute(obj, attr, value)
+
+    def getitem(self, obj: Any, argument: Any) -> Any:
+        """obj[argument]; Python hashes the argument."""
+        return super().getitem(obj, argument if isinstance(argument, str | int) else self._key(argument))
 
     def call(self, context: Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Every call of a template, macros included, comes through here."""
-        self.meter.tick()
-        owner = getattr(obj, "__self__", None)
-        if isinstance(owner, str):
-            self._check_growth(obj.__name__, owner, *args)
-        return self.meter.checked(super().call(context, obj, *args, **kwargs))
+        self.meter.charge(STEP + (len(args) + len(kwargs)) * ELEMENT)
+        if isinstance(obj, Namespace | list | tuple | Mapping):
+            raise SecurityError(f"a {type(obj).__name__} cannot be called")
+        if isinstance(obj, LoopContext) and args:
+            args = (self.meter.loop(args[0]), *args[1:])
+        elif not isinstance(obj, Macro):
+            self._weigh_all(*args, *(v for k, v in kwargs.items() if k not in ("_loop_vars", "_block_vars")))
+            owner, name = getattr(obj, "__self__", None), getattr(obj, "__name__", "")
+            if isinstance(owner, str):
+                return self._call_text_method(context, obj, owner, args, kwargs)
+            if name in ("count", "index"):
+                self.meter.weigh(owner)
+        return self.meter.made(super().call(context, obj, *args, **kwargs))
+
+    def _call_text_method(self, context: Context, obj: Any, text: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A method of `text`, after a look at how large its result, or how long its search, could be."""
+        name = obj.__name__
+        within(len(text))
+        if name in ("strip", "lstrip", "rstrip", "rfind", "rsplit", "rpartition"):
+            check_search(text, *args, *kwargs.values())
+        if name in ("split", "rsplit"):
+            check_pieces(words(text, args[0] if args else kwargs.get("sep")))
+        elif name == "splitlines":
+            check_pieces(lines(text))
+        elif name == "replace" and len(args) > 1:
+            check_replace(text, *args)
+        elif name == "join" and args:
+            args = (self._elements(args[0]), *args[1:])
+            check_join(self.meter, args[0], text)
+        return self.meter.made(super().call(context, obj, *args, **kwargs), PIECE)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        self.meter.tick()
+        self.meter.step()
         numbers = isinstance(left, int | float) and isinstance(right, int | float)
-        if operator == "*" and not numbers and _size(left) * _size(right) > MAX_ELEMENTS:
-            raise SecurityError(f"a repetition of more than {MAX_ELEMENTS} elements")
-        if operator in ("*", "**") and numbers and max(abs(left), abs(right)) > (1 << 64 if operator == "*" else 64):
-            raise SecurityError("a number too large")
-        if operator == "%" and isinstance(left, str):
-            self._check_growth("format", left, right)
-        return self.meter.checked(super().call_binop(context, operator, left, right))
+        if numbers:
+            _check_numbers(operator, left, right)
+        elif operator == "*":
+            each = 1 if isinstance(left, str) or isinstance(right, str) else ELEMENT
+            within(_size(left) * _size(right) * each)
+        elif operator == "%" and isinstance(left, str):
+            check_percent(left, self.meter.weigh(right, shown=True))
+        elif operator != "+" and not isinstance(left, Undefined) and not isinstance(right, Undefined):
+            raise SecurityError(f"{operator} of a {type(left).__name__} and a {type(right).__name__}")
+        return self.meter.made(super().call_binop(context, operator, left, right))
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
         """Jinja's stand-in for `str.format`, behind the check on its result's size."""
@@ -157,46 +163,95 @@ class MeteredEnvironment(ImmutableSandboxedEnvironment):
         method, template = wrapped, value.__self__
 
         def limited(*args: Any, **kwargs: Any) -> str:
-            self._check_growth("format", template, args, kwargs)
-            return method(*args, **kwargs)
+            check_format(template, self.meter.weigh((args, kwargs), shown=True))
+            return cast(str, self.meter.made(method(*args, **kwargs)))
 
         return limited
 
-    def _limited(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A filter that ticks, and is weighed first if it makes text."""
+    def _limited_filter(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A filter that pays, is weighed first if it looks into its arguments, and leaves no lazy work behind."""
+        # Jinja passes itself, its context or its evaluation context first where a filter asks for one.
+        lead = 1 if hasattr(function, "jinja_pass_arg") else 0
 
         @wraps(function)
         def limited(*args: Any, **kwargs: Any) -> Any:
-            self.meter.tick()
-            # Jinja passes itself, its context or its evaluation context first where a filter asks for one.
-            values = args[1:] if hasattr(function, "jinja_pass_arg") else args
-            if name in ("replace", "join", "format", "indent", "string", "tojson"):
-                self._check_growth(name, *values, *kwargs.values())
-            return self.meter.checked(function(*args, **kwargs))
+            self.meter.charge(STEP + (len(args) + len(kwargs)) * ELEMENT)
+            first, values = args[:lead], args[lead:]
+            if values and (name in ITERATING or name == "list"):
+                values = (self._elements(values[0], ELEMENT if name == "list" else 4 * ELEMENT), *values[1:])
+            if name not in SHALLOW:
+                self._weigh_all(*values, *kwargs.values(), shown=True)
+                check_filter(self.meter, name, values, kwargs)
+            result = function(*first, *values, **kwargs)
+            if isinstance(result, Iterator):
+                return iter(list(self.meter.loop(result, PIECE)))  # an iterator still: true even if empty, as in Jinja
+            return self.meter.made(result, 4 * ELEMENT)
 
         return limited
 
-    def _check_growth(self, name: str, subject: Any, *args: Any) -> None:
-        """Refuse a text operation whose result would be absurdly long, before it runs."""
-        weight = self.meter.weigh(subject)
-        others = sum(self.meter.weigh(arg) for arg in args)
-        if name == "replace" and len(args) > 1:
-            # At most one replacement for every occurrence, and one more between characters if the old text is empty.
-            weight += (str(subject).count(str(args[0])) + 1) * self.meter.weigh(args[1])
-        elif name == "join":
-            # text.join(list) and list|join(text): elements plus a separator for each.
-            weight += others + max(_size(subject) if isinstance(a, str) else _size(a) for a in (subject, *args)) * min(weight, others)
-        elif name == "format":
-            if WIDE_FORMAT.search(str(subject)):
-                raise SecurityError("a format with a width of four digits or more, or taken from an argument")
-            weight += (str(subject).count("{") + str(subject).count("%")) * others
-        elif name in ("indent", "tojson"):
-            widths = [a if isinstance(a, int) else len(a) for a in args if isinstance(a, int | str)]
-            if max(widths, default=0) > MAX_WIDTH:
-                raise SecurityError(f"an indent of more than {MAX_WIDTH}")
-            weight += (str(subject).count("\n") + 1 if name == "indent" else 1) * max(widths, default=0)
-        if weight > MAX_ELEMENTS:
-            raise SecurityError(f"a value of more than {MAX_ELEMENTS} elements")
+    def _limited_test(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A test that pays, and weighs what it compares."""
+
+        def limited(*args: Any, **kwargs: Any) -> Any:
+            self.meter.step()
+            if name in COMPARING_TESTS:
+                self._weigh_all(*args, *kwargs.values(), shown=name in ("lower", "upper"))
+            if name in NUMBER_TESTS and not all(isinstance(a, int | float) for a in (*args, *kwargs.values())):
+                raise SecurityError(f"{name}: expected numbers")
+            return function(*args, **kwargs)
+
+        return limited
+
+    def _weigh_all(self, *values: Any, shown: bool = False) -> None:
+        within(sum(self.meter.weigh(value, shown) for value in values))
+
+    def _elements(self, value: Any, cost: int = ELEMENT) -> Any:
+        """`value`, whose elements are about to be visited, paid for; iterators and texts become lists."""
+        if isinstance(value, list | tuple | Mapping):
+            self.meter.charge(len(value) * cost)
+            return value
+        if not isinstance(value, Iterable):
+            return value  # for the filter itself to judge: some take None for nothing
+        if isinstance(value, str):
+            check_pieces(len(value))
+        return list(self.meter.loop(value, PIECE))
+
+    def _printed(self, value: Any, share: int = 1) -> Any:
+        """`value`, about to become text of at most 1/share of the limit."""
+        weight = self.meter.weigh(value, shown=True)
+        within(weight * share)
+        self.meter.charge(ELEMENT + weight)
+        return value
+
+    def _written(self, size: int) -> str:
+        """Nothing to print; `size` characters of the template's own text are about to be."""
+        self.meter.charge(size)
+        return ""
+
+    def _compared(self, value: Any) -> Any:
+        """`value`, about to be compared, or searched for a value."""
+        self.meter.step()
+        self.meter.weigh(value)
+        return value
+
+    def _key(self, value: Any) -> Any:
+        """`value`, about to be hashed."""
+        if not isinstance(value, str) and self.meter.weigh(value) > MAX_KEY:
+            raise SecurityError(f"a key of more than {MAX_KEY} elements")
+        return value
+
+    def _tojson(self, value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False) -> str:
+        """JSON as templates expect it: not escaped for HTML, unlike Jinja's own filter; paid for piece by piece."""
+        if isinstance(indent, int | str):
+            within(indent if isinstance(indent, int) else len(indent))
+        encoder = json.JSONEncoder(ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+        pieces: list[str] = []
+        size = 0
+        for piece in encoder.iterencode(value):
+            self.meter.charge(ELEMENT + len(piece))
+            size = within(size + len(piece))
+            pieces.append(piece)
+        return "".join(pieces)
 
 
 class GenerationTag(Extension):
@@ -209,14 +264,9 @@ class GenerationTag(Extension):
         return list(parser.parse_statements(("name:endgeneration",), drop_needle=True))
 
 
-def raise_exception(message: str) -> None:
+def raise_exception(message: Any) -> None:
     """What templates call to refuse a conversation."""
-    raise TemplateError(str(message))
-
-
-def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False) -> str:
-    """JSON as templates expect it: not escaped for HTML, unlike Jinja's own filter."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    raise TemplateError(message if isinstance(message, str) else f"a refusal without words (a {type(message).__name__})")
 
 
 def _range(*args: int) -> range:
@@ -226,9 +276,12 @@ def _range(*args: int) -> range:
     return numbers
 
 
-def _filtered(node: nodes.Node, name: str, *args: nodes.Expr) -> nodes.Filter:
-    place = {"lineno": node.lineno, "environment": node.environment}
-    return nodes.Filter(cast(nodes.Expr, node), name, list(args), [], None, None, **place)
+def _check_numbers(operator: str, left: float, right: float) -> None:
+    """Refuse arithmetic whose integers would grow without bound."""
+    if operator == "**" and max(abs(left), abs(right)) > 64:
+        raise SecurityError("a number too large")
+    if any(isinstance(n, int) and n.bit_length() > MAX_BITS for n in (left, right)):
+        raise SecurityError(f"a number of more than {MAX_BITS} bits")
 
 
 def _size(value: Any) -> int:

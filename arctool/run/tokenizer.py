@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import tokenizers
@@ -12,6 +12,7 @@ from arctool.errors import RequestError, SourceError
 
 TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
+SPECIAL_FILE = "special_tokens_map.json"
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -30,19 +31,25 @@ class Tokenizer:
         """One more than the highest token id; a model may have more rows, which mean nothing."""
         if not 0 < self.size <= vocab_size:
             raise SourceError(f"{TOKENIZER_FILE}: expected 1 to {vocab_size} tokens (vocab_size of config.json), found {self.size}")
-        self.special = _special_tokens(json_asset(assets, CONFIG_FILE))
+        # tokenizer_config.json is the newer of the two; some models name their special tokens in the other only.
+        self.special = {name: token for file in (SPECIAL_FILE, CONFIG_FILE) for name, token in _special_tokens(assets, file).items()}
         self._hidden = frozenset(i for i, t in self._tokenizer.get_added_tokens_decoder().items() if t.special)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """`add_special_tokens` for plain text; a rendered chat brings its own, and a second BOS would follow from adding them."""
+        """`add_special_tokens` for plain text; a rendered chat brings its own, and a second BOS would follow from adding them.
+
+        Raises RequestError for text that the tokenizer has no tokens for.
+        """
         try:
-            return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
-        except (UnicodeEncodeError, TypeError) as error:
+            text.encode("utf-8")
+        except (UnicodeEncodeError, AttributeError) as error:
             raise RequestError(f"prompt: expected text that is valid Unicode: {error}") from error
+        encoding = _guarded("prompt: cannot be encoded", lambda: self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
+        return list(encoding.ids)
 
     def decode(self, ids: list[int]) -> str:
-        """The text of `ids` without special tokens; ids without a token give nothing."""
-        return str(self._tokenizer.decode(ids, skip_special_tokens=True))
+        """The text of `ids` without special tokens; ids without a token give nothing. Raises RequestError where decoding fails."""
+        return str(_guarded("token ids: cannot be decoded", lambda: self._tokenizer.decode(ids, skip_special_tokens=True)))
 
     def token_id(self, token: str) -> int | None:
         """The id of a token given by its text."""
@@ -73,18 +80,35 @@ def json_asset(assets: Mapping[str, bytes], name: str) -> dict[str, Any]:
     return value
 
 
+def _guarded(what: str, act: Callable[[], Any]) -> Any:
+    """`act()`; whatever the library raises becomes a RequestError `what by tokenizer.json: reason`.
+
+    The library raises bare `Exception`, and a panic inside it is not even that.
+    """
+    try:
+        return act()
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        raise RequestError(f"{what} by {TOKENIZER_FILE}: {_first_line(error)}") from error
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
+
+
 def _parse(data: bytes) -> tokenizers.Tokenizer:
     try:
         return tokenizers.Tokenizer.from_str(data.decode("utf-8"))
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # a panic inside the library is not an Exception
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise SourceError(f"{TOKENIZER_FILE}: cannot be read: {reason}") from error
+        raise SourceError(f"{TOKENIZER_FILE}: cannot be read: {_first_line(error)}") from error
 
 
-def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """Named special tokens; a token is written as its text or as an object with `content`."""
+def _special_tokens(assets: Mapping[str, bytes], file: str) -> dict[str, str]:
+    """The special tokens that `file` names; a token is written as its text or as an object with `content`."""
+    config = json_asset(assets, file)
     found: dict[str, str] = {}
     for name in SPECIAL_NAMES:
         value = config.get(name)
@@ -92,5 +116,5 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
         if isinstance(content, str):
             found[name] = content
         elif value is not None:
-            raise SourceError(f"{CONFIG_FILE}: {name}: expected a text or an object with content, found {type(value).__name__}")
+            raise SourceError(f"{file}: {name}: expected a text or an object with content, found {type(value).__name__}")
     return found

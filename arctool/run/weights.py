@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from arctool.errors import SourceError
+from arctool.errors import FormatError, SourceError
 from arctool.kernels.registry import Prepared, Registry
 from arctool.quant.tensor import DenseTensor, Weight
 from arctool.run.config import ModelConfig
@@ -39,7 +39,10 @@ class WeightSource(Protocol):
 
 
 def load_model(source: WeightSource, registry: Registry) -> CausalLM:
-    """Read, check and prepare every tensor. Raises SourceError by tensor name: bias missing or unknown, wrong shape."""
+    """Read, check and prepare every tensor.
+
+    Raises SourceError by tensor name (bias missing or unknown, wrong shape), FormatError for an embedding that no kernel reads.
+    """
     found = architecture(source.config.architecture, "config.json")
     specs = {spec.name: spec for spec in found.tensors(source.config)}
     return found.build(source.config, _Loader(source, registry, specs, {}))
@@ -64,7 +67,15 @@ class _Loader:
         return RMSNorm(torch.tensor(weight.dense()), self.source.config.rms_norm_eps)
 
     def embedding(self) -> Embedding:
-        return Embedding(self.registry, self._prepare(EMBEDDING_KEY))
+        table = self._prepare(EMBEDDING_KEY)
+        try:
+            # Asks the kernel itself what it can read; a registry of its own, because a probe is no engagement.
+            Registry(self.registry.implementations).embedding(torch.zeros(1, dtype=torch.int64), table)
+        except TypeError as error:
+            stored = table.weight
+            found = stored.data.dtype if isinstance(stored, DenseTensor) else stored.label
+            raise FormatError(f"{EMBEDDING_KEY}.weight: no kernel here reads an embedding stored as {found}: {error}") from error
+        return Embedding(self.registry, table)
 
     def head(self) -> Linear:
         tied = self.source.config.tie_word_embeddings

@@ -26,6 +26,17 @@ def _one_thread() -> Iterator[None]:
     numba.set_num_threads(before[1])
 
 
+@pytest.fixture
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    """As many threads as the parameter says, for torch and (as far as the machine has them) for numba."""
+    before = torch.get_num_threads(), numba.get_num_threads()
+    torch.set_num_threads(request.param)
+    numba.set_num_threads(min(request.param, numba.config.NUMBA_NUM_THREADS))
+    yield request.param
+    torch.set_num_threads(before[0])
+    numba.set_num_threads(before[1])
+
+
 @pytest.fixture(scope="session")
 def registry() -> Registry:
     return default_registry()

@@ -1,9 +1,8 @@
-"""Templates render as transformers renders them, and a hostile one can neither get out nor run for ever."""
+"""Templates render as transformers renders them, and a hostile one cannot get out (test_template_sandbox.py: nor run for ever)."""
 
 from __future__ import annotations
 
 import json
-import time
 from datetime import datetime
 from typing import Any
 
@@ -57,8 +56,6 @@ HOSTILE = [
     "{{ cycler.__init__.__globals__.os }}",
     "{{ '{0.__class__.__mro__}'.format(1) }}",
     "{{ self.__init__ }}{{ self._TemplateReference__context.parent.__class__() }}",
-    "{% include '/etc/passwd' %}",
-    "{% import 'os' as os %}",
 ]
 
 
@@ -68,48 +65,6 @@ def test_a_template_cannot_reach_out_of_the_sandbox(source: str) -> None:
         ChatTemplate(source, {}).render(MESSAGES)
     assert "\n" not in str(caught.value)
     assert MESSAGES[0]["role"] == "system"
-
-
-GROW = "{% set ns = namespace(x='ab') %}{% for i in range(100) %}{% set ns.x = BODY %}{% endfor %}{{ ns.x }}"
-RUNAWAY = {
-    "nested loops": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
-    "endless output": "{% for i in range(99999) %}{% for m in messages %}{{ m.content * 99 }}{% endfor %}{% endfor %}",
-    "endless recursion": "{% macro f(n) %}{{ f(n + 1) }}{% endmacro %}{{ f(0) }}",
-    "branching recursion": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
-    "recursive loop": "{% for m in messages recursive %}{{ loop(messages) }}{% endfor %}",
-    "large range": "{{ range(10 ** 12) | list }}",
-    "doubling by tilde": GROW.replace("BODY", "ns.x ~ ns.x"),
-    "doubling by plus": GROW.replace("BODY", "ns.x + ns.x"),
-    "doubling by set block": GROW.replace("{% set ns.x = BODY %}", "{% set y %}{{ ns.x }}{{ ns.x }}{% endset %}{% set ns.x = y %}"),
-    "doubling lists to print": GROW.replace("BODY", "[ns.x, ns.x]"),
-    "doubling lists to json": GROW.replace("BODY", "[ns.x, ns.x]").replace("{{ ns.x }}", "{{ ns.x | tojson }}"),
-    "doubling lists to text": GROW.replace("BODY", "[ns.x, ns.x]").replace("{{ ns.x }}", "{{ ns.x | string | length }}"),
-    "squaring": "{% set ns = namespace(x=3) %}{% for i in range(99) %}{% set ns.x = ns.x * ns.x %}{% endfor %}{{ ns.x }}",
-    "repetition": "{{ 'a' * 10 ** 10 }}",
-    "list repetition": "{{ [1] * 9999 * 9999 }}",
-    "powers": "{{ 9 ** 9 ** 9 }}",
-    "percent width": "{{ '%999999999d' % 1 }}",
-    "percent star": "{{ '%*d' % (999999999, 1) }}",
-    "format width": "{{ '{:999999999}'.format(1) }}",
-    "format nested width": "{{ '{:{w}}'.format(1, w=999999999) }}",
-    "format repeated": "{{ ('{0}' * 99999).format('a' * 99999) }}",
-    "format filter": "{{ '%999999999d' | format(1) }}",
-    "replace": "{{ ('a' * 99999).replace('a', 'b' * 99999) }}",
-    "replace filter": "{{ ('a' * 99999) | replace('a', 'b' * 99999) }}",
-    "join": "{{ ('x' * 99999).join(['a'] * 99999) }}",
-    "join filter": "{{ (['a'] * 99999) | join('x' * 99999) }}",
-    "indent": "{{ ('\n' * 99999) | indent(999) }}",
-    "padding": "{{ 'a'.ljust(10 ** 10) }}",
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", RUNAWAY)
-def test_a_template_that_runs_away_is_stopped_soon(name: str) -> None:
-    template = ChatTemplate(RUNAWAY[name], {})
-    before = time.process_time()
-    with pytest.raises(RequestError, match=r"^chat template: "):
-        template.render(MESSAGES)
-    assert time.process_time() - before < 10
 
 
 def test_a_template_that_is_slow_runs_out_of_time() -> None:
@@ -136,9 +91,27 @@ def test_a_template_s_own_refusal_reaches_the_user() -> None:
 def test_a_template_knows_the_date() -> None:
     template = ChatTemplate("{{ strftime_now('%d %b %Y') }}", {}, now=lambda: datetime(2024, 7, 26))
     assert template.render(MESSAGES) == "26 Jul 2024"
+    with pytest.raises(RequestError, match="strftime_now: expected a text of at most 1000 characters"):
+        ChatTemplate("{{ strftime_now('%c' * 3999999) }}", {}).render(MESSAGES)
 
 
-@pytest.mark.parametrize("source", ["{% for %}", "{{ x | no_such_filter }}", "{{ " + "(" * 3000 + ")" * 3000 + " }}", "x" * 2_000_000])
+NO_TEMPLATES = [
+    "{% for %}",
+    "{{ x | no_such_filter }}",
+    "{{ x is filter }}",
+    "{{ " + "(" * 3000 + ")" * 3000 + " }}",
+    "x" * 100_001,
+    "{{ " + "9" * 5000 + " }}",
+    "{% include '/etc/passwd' %}",
+    "{% import 'os' as os %}",
+    "{% from 'os' import path %}",
+    "{% extends 'base' %}",
+    "{% for m in messages %}{% block b scoped %}{% endblock %}{% endfor %}",
+    "{% autoescape true %}{% endautoescape %}",
+]
+
+
+@pytest.mark.parametrize("source", NO_TEMPLATES, ids=lambda s: s[:30])
 def test_a_template_that_does_not_compile_is_refused_at_load(source: str) -> None:
     with pytest.raises(SourceError, match=r"^chat template: ") as caught:
         ChatTemplate(source, {})

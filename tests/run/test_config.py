@@ -144,8 +144,50 @@ def test_a_null_head_dim_follows_from_the_heads_except_in_qwen3() -> None:
     assert read(architectures=["Qwen3ForCausalLM"]).head_dim == transformers.Qwen3Config().head_dim == 128
 
 
-def test_missing_key_value_heads_mean_as_many_as_queries() -> None:
-    assert read(num_key_value_heads=None).num_kv_heads == 4
+FAMILIES = ["Llama", "Mistral", "Qwen2", "Qwen3"]
+
+
+def theirs_of(family: str, config: dict[str, Any]) -> Any:
+    """What the configuration class of transformers makes of the same file."""
+    return getattr(transformers, f"{family}Config")(**{k: v for k, v in config.items() if k != "architectures"})
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_null_key_value_heads_mean_as_many_as_queries(family: str) -> None:
+    assert read(architectures=[f"{family}ForCausalLM"], num_key_value_heads=None).num_kv_heads == 4
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_absent_key_value_heads_mean_what_the_class_of_transformers_says(family: str) -> None:
+    config = {k: v for k, v in LLAMA.items() if k != "num_key_value_heads"}
+    config |= {"architectures": [f"{family}ForCausalLM"], "num_attention_heads": 64, "hidden_size": 128}
+    theirs = theirs_of(family, config)
+    assert ModelConfig.from_hf(config, "config.json").num_kv_heads == theirs.num_key_value_heads
+    assert theirs.num_key_value_heads == {"Llama": 64, "Mistral": 8, "Qwen2": 32, "Qwen3": 32}[family]
+
+
+@pytest.mark.parametrize("family", ["Mistral", "Qwen2", "Qwen3"])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"sliding_window": None},
+        {"sliding_window": 7},
+        {"use_sliding_window": True},
+        {"use_sliding_window": True, "max_window_layers": 1},
+        {"use_sliding_window": True, "sliding_window": None, "max_window_layers": 1},
+    ],
+    ids=str,
+)
+def test_an_absent_window_is_the_class_s_own_and_a_null_one_is_none(family: str, fields: dict[str, Any]) -> None:
+    fields = fields if family.startswith("Qwen") else {k: v for k, v in fields.items() if k == "sliding_window"}
+    config = {**LLAMA, "architectures": [f"{family}ForCausalLM"], "num_hidden_layers": 30, **fields}
+    theirs = theirs_of(family, config)
+    kinds = getattr(theirs, "layer_types", None) or ["sliding_attention"] * 30
+    wanted = tuple(theirs.sliding_window if kind == "sliding_attention" else None for kind in kinds)
+    assert ModelConfig.from_hf(config, "config.json").sliding_windows == wanted
+    if family == "Mistral" and not fields:
+        assert wanted == (4096,) * 30
 
 
 QWEN_WINDOWS = [

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from tiny_models import DirectorySource, Reference, random_ids
 
 from arctool.errors import RequestError
 from arctool.kernels.registry import Registry
-from arctool.run.engine import Completion, Engine, FinishReason
+from arctool.run.engine import Completion, Engine, FinishReason, Update
 from arctool.run.kv.cache import plan_cache
 from arctool.run.runner import ModelRunner
 from arctool.run.sampling_params import SamplingParams
@@ -68,6 +70,8 @@ def test_greedy_tokens_are_those_of_transformers(tiny: DirectorySource, expected
 
 
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("threads", [1, 2], indirect=True)
+@pytest.mark.usefixtures("threads")
 def test_requests_together_give_exactly_the_tokens_of_each_alone(tiny: DirectorySource, registry: Registry, sampled: bool) -> None:
     prompts = [random_ids(100 + i, n) for i, n in enumerate(LENGTHS)]
     params = [
@@ -141,6 +145,58 @@ def test_streams_side_by_side_each_get_only_their_own(engine: Engine) -> None:
     assert {u.request_id for u in got} != {other}
 
 
+@pytest.mark.parametrize("max_seqs", [1, 4])
+def test_interleaved_streams_each_yield_exactly_what_they_yield_alone(llama: DirectorySource, registry: Registry, max_seqs: int) -> None:
+    prompts = [[[5, 6], [40] * 50], [[9, 8, 7]], [random_ids(1, 70)]]
+    lonely = make_engine(llama, registry, max_seqs=max_seqs, text=True)
+
+    def said(stream: Iterator[Update]) -> list[list]:
+        """Ids, text and endings of each request of a stream, in its order."""
+        by_request: dict[int, list] = {}
+        for u in stream:
+            ending = None if u.completion is None else (u.completion.token_ids, u.completion.text, u.completion.finish_reason)
+            by_request.setdefault(u.request_id, []).append((u.token_ids, u.text, ending))
+        return [by_request[i] for i in sorted(by_request)]
+
+    alone = [said(lonely.stream(group, [GREEDY] * len(group))) for group in prompts]
+    assert len({str(updates) for group in alone for updates in group}) == 4
+    engine = make_engine(llama, registry, max_seqs=max_seqs, text=True)
+    streams = {i: engine.stream(group, [GREEDY] * len(group)) for i, group in enumerate(prompts)}
+    got: dict[int, list[Update]] = {i: [] for i in streams}
+    bystander = engine.add_request([3, 4], GREEDY)
+    while streams:
+        for i in list(streams):
+            update = next(streams[i], None)
+            if update is None:
+                del streams[i]
+            else:
+                got[i].append(update)
+        engine.step()  # somebody else's step loses nothing either
+    assert [said(iter(got[i])) for i in got] == alone
+    engine.cancel(bystander)
+    assert not engine._inboxes
+    assert_idle(engine)
+
+
+def test_a_request_whose_tokens_cannot_be_decoded_fails_alone(llama: DirectorySource, registry: Registry) -> None:
+    engine = make_engine(llama, registry, text=True)
+    [wanted, other] = engine.generate([[5, 6], [9, 8]], [GREEDY] * 2)
+    assert engine.tokenizer is not None
+    decode, bad = engine.tokenizer.decode, other.token_ids[3]
+    assert bad not in wanted.token_ids
+
+    def faulty(ids: list[int]) -> str:
+        if bad in ids:
+            raise RequestError("token ids: cannot be decoded by tokenizer.json: no such byte")
+        return decode(ids)
+
+    engine.tokenizer.decode = faulty  # type: ignore[method-assign]
+    good, failed = engine.generate([[5, 6], [9, 8]], [GREEDY] * 2)
+    assert good.text == wanted.text
+    assert (failed.finish_reason, failed.error) == (FinishReason.ERROR, "token ids: cannot be decoded by tokenizer.json: no such byte")
+    assert_idle(engine)
+
+
 def test_a_prompt_as_long_as_the_context_is_refused_with_both_numbers(engine: Engine) -> None:
     with pytest.raises(RequestError, match=r"prompt: 256 tokens leave no room in the context of 256"):
         engine.add_request([5] * 256, GREEDY)
@@ -153,10 +209,20 @@ def test_without_max_tokens_the_context_is_the_end(engine: Engine) -> None:
     assert (len(done.token_ids), done.finish_reason) == (56, FinishReason.LENGTH)
 
 
-@pytest.mark.parametrize("prompt", [[], [512], [-1], [True], [1.0], ["a"]])
+@pytest.mark.parametrize("prompt", [[], [512], [-1], [True], [1.0], ["a"], [np.bool_(True)], [torch.tensor(True)], [np.float32(1)]])
 def test_a_prompt_that_is_no_list_of_token_ids_is_refused(engine: Engine, prompt: list) -> None:
     with pytest.raises(RequestError, match=r"^prompt: expected"):
         engine.add_request(prompt, GREEDY)
+
+
+@pytest.mark.parametrize("prompt", [np.array([5, 6, 7], np.uint16), torch.tensor([5, 6, 7]), [np.int64(5), torch.tensor(6), 7]], ids=repr)
+def test_integers_of_numpy_and_torch_are_token_ids(engine: Engine, prompt: Any) -> None:
+    [wanted] = engine.generate([[5, 6, 7]], [GREEDY])
+    [done] = engine.generate([prompt], [GREEDY])
+    assert (done.prompt_ids, done.token_ids) == ((5, 6, 7), wanted.token_ids)
+    assert all(type(token) is int for token in done.prompt_ids)
+    stop = SamplingParams(temperature=0, stop_token_ids=(np.int32(wanted.token_ids[2]),), max_tokens=24)  # type: ignore[arg-type]
+    assert engine.generate([prompt], [stop])[0].finish_reason is FinishReason.STOP
 
 
 def test_more_tokens_than_the_context_holds_are_refused(engine: Engine) -> None:

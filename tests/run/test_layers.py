@@ -37,6 +37,20 @@ def test_a_row_s_bits_do_not_depend_on_the_batch(layer: Callable[[torch.Tensor],
             assert torch.equal(layer(x[start : start + count].clone()), whole[start : start + count])
 
 
+@pytest.mark.parametrize("threads", [1, 2], indirect=True)
+@pytest.mark.parametrize("width", [16384, 16385, 32768, 40000, 65536])
+@pytest.mark.parametrize("layer", [lambda x: _norm(x.shape[-1])(x), silu], ids=["rmsnorm", "silu"])
+def test_a_wide_row_s_bits_do_not_depend_on_the_batch_or_the_threads(
+    layer: Callable[[torch.Tensor], torch.Tensor], width: int, threads: int
+) -> None:
+    x = torch.randn(5, width, generator=torch.Generator().manual_seed(width)) * 3
+    whole = layer(x)
+    for row in range(5):
+        assert torch.equal(layer(x[row : row + 1].clone()), whole[row : row + 1])
+    torch.set_num_threads(1)
+    assert torch.equal(layer(x), whole)
+
+
 def test_the_norm_is_its_formula() -> None:
     x = torch.randn(9, 48, generator=torch.Generator().manual_seed(1))
     wide = x.double().numpy()

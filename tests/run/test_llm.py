@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from tiny_models import DirectorySource
 
-from arctool.errors import RequestError, SourceError
+from arctool.errors import FormatError, RequestError, SourceError
+from arctool.quant.tensor import DenseTensor
 from arctool.run.engine import FinishReason
 from arctool.run.llm import LLM, EngineOptions
 from arctool.run.sampling_params import SamplingParams
+from arctool.uqff.container import ArtifactWriter, BakeInfo, LayerDetails
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 MESSAGES = [{"role": "user", "content": "What is the capital of France?"}]
@@ -86,6 +89,20 @@ def test_a_model_without_a_tokenizer_takes_token_ids(llama: DirectorySource) -> 
     assert len(bare.generate([[5, 6]], GREEDY)[0].token_ids) == 12
     with pytest.raises(RequestError, match=r"^prompt: .*tokenizer\.json"):
         bare.generate(["text"], GREEDY)
+
+
+@pytest.mark.parametrize(
+    ("config", "field"),
+    [({"architectures": ["GPT2LMHeadModel"]}, "architectures"), ({"architectures": ["LlamaForCausalLM"]}, "hidden_size")],
+)
+def test_an_artifact_whose_config_describes_no_model_is_a_fault_of_its_format(tmp_path: Path, config: dict, field: str) -> None:
+    with ArtifactWriter(tmp_path / "a", "q", config=config, assets={}) as writer:
+        writer.add_layer("model.embed_tokens", DenseTensor(np.zeros((4, 4), np.uint16)), None, LayerDetails("bf16", "bf16", None))
+        writer.add_residual("model.norm.weight", DenseTensor(np.zeros(4, np.float32)))
+        writer.finish(BakeInfo("qtip2", 0))
+    with pytest.raises(FormatError, match=rf"/a/config\.json: {field}: ") as caught:
+        LLM(tmp_path / "a")
+    assert caught.value.exit_code == 4
 
 
 def test_every_architecture_loads_and_answers(tiny_checkpoint: Path) -> None:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from tiny_models import DirectorySource, Reference, random_ids
 
-from arctool.errors import SourceError
-from arctool.kernels.registry import Registry, TokenClass
+from arctool.errors import FormatError, SourceError
+from arctool.kernels.registry import Prepared, Registry, TokenClass, default_registry
+from arctool.quant.codebooks import RUNGS, Codebook
+from arctool.quant.tensor import DenseTensor, TrellisTensor
 from arctool.run import evaluate
 from arctool.run.config import ModelConfig
 from arctool.run.dialects import DIALECTS
@@ -74,6 +78,8 @@ def test_several_tokens_of_the_decode_class_in_one_step_give_the_bits_of_one_at_
     assert np.array_equal(together, np.concatenate(apart))
 
 
+@pytest.mark.parametrize("threads", [1, 2], indirect=True)
+@pytest.mark.usefixtures("threads")
 def test_chunks_and_block_tables_change_no_bit_of_a_prompt(tiny: DirectorySource, registry: Registry) -> None:
     ids = random_ids(4, LENGTH)
     whole = evaluate.logits(load_model(tiny, registry), ids)
@@ -84,6 +90,8 @@ def test_chunks_and_block_tables_change_no_bit_of_a_prompt(tiny: DirectorySource
     assert np.array_equal(np.concatenate(parts), whole)
 
 
+@pytest.mark.parametrize("threads", [1, 2], indirect=True)
+@pytest.mark.usefixtures("threads")
 def test_a_neighbour_in_the_batch_changes_no_bit(tiny: DirectorySource, registry: Registry) -> None:
     ids, others = random_ids(6, 60), random_ids(7, 50)
     runner = _poisoned_runner(tiny, registry)
@@ -152,6 +160,34 @@ def test_a_missing_bias_and_one_of_wrong_shape_are_refused_by_name(tiny_checkpoi
         load_model(_Changed(source, {key: None}), registry)
     with pytest.raises(SourceError, match=r"layers\.0\.self_attn\.k_proj\.bias: .*\[32\], found \[1\]"):
         load_model(_Changed(source, {key: np.ones(1, np.float32)}), registry)
+
+
+def test_an_embedding_that_no_kernel_reads_is_refused_by_name_when_the_model_loads(
+    llama: DirectorySource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    geometry = RUNGS["qtip4b"].geometry
+    streams = np.zeros((512, geometry.stride(64)), np.uint8)
+    table = TrellisTensor(geometry, Codebook("sum2"), 64, streams, np.ones(512, np.float32), None)
+
+    class TrellisTable(_Changed):
+        def weight(self, key: str) -> Any:
+            return table if key == "model.embed_tokens" else super().weight(key)
+
+    def dense_only(self: Registry, ids: torch.Tensor, weight: Prepared) -> torch.Tensor:
+        if not isinstance(weight.weight, DenseTensor):
+            raise TypeError("dense only")
+        return torch.zeros(len(ids), 64)
+
+    monkeypatch.setattr(Registry, "embedding", dense_only)
+    load_model(llama, default_registry())
+    with pytest.raises(FormatError, match=r"^model\.embed_tokens\.weight: no kernel .* stored as trellis-k8v2l16-sum2: dense only"):
+        load_model(TrellisTable(llama, {}), default_registry())
+
+
+def test_loading_a_model_engages_no_kernel(llama: DirectorySource) -> None:
+    registry = default_registry()
+    load_model(llama, registry)
+    assert registry.engagement() == {}
 
 
 def test_a_tied_table_is_prepared_once(tiny_checkpoints: dict, registry: Registry) -> None:

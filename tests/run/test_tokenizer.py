@@ -132,6 +132,37 @@ def test_text_that_is_no_unicode_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
+    "model", [models.WordLevel({"a": 0}), models.WordPiece({"a": 0}), models.Unigram([("a", -1.0)])], ids=lambda m: type(m).__name__
+)
+def test_text_that_a_tokenizer_has_no_tokens_for_is_refused(model: models.Model) -> None:
+    tokenizer = Tokenizer({"tokenizer.json": tokenizers.Tokenizer(model).to_str().encode()}, 10)
+    assert tokenizer.encode("a", add_special_tokens=False) == [0]
+    with pytest.raises(RequestError, match=r"^prompt: cannot be encoded by tokenizer\.json: ") as caught:
+        tokenizer.encode("b", add_special_tokens=False)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("ids", [[-1], [1 << 40]])
+def test_ids_that_the_library_refuses_to_decode_are_refused(ids: list[int]) -> None:
+    with pytest.raises(RequestError, match=r"^token ids: cannot be decoded by tokenizer\.json: "):
+        byte_level().decode(ids)
+
+
+def test_special_tokens_come_from_the_map_where_the_config_names_none() -> None:
+    named = {"eos_token": {"content": "<|im_end|>"}, "bos_token": "<|im_start|>", "additional_special_tokens": []}
+    assets = {
+        "tokenizer.json": (CHECKPOINT / "tokenizer.json").read_bytes(),
+        "special_tokens_map.json": json.dumps(named).encode(),
+    }
+    assert Tokenizer(assets, 512).special == {"eos_token": "<|im_end|>", "bos_token": "<|im_start|>"}
+    assert Tokenizer(assets, 512).eos_token_ids == (2,)
+    newer = {**assets, "tokenizer_config.json": b'{"eos_token": "<|endoftext|>", "bos_token": null}'}
+    assert Tokenizer(newer, 512).special == {"eos_token": "<|endoftext|>", "bos_token": "<|im_start|>"}
+    with pytest.raises(SourceError, match=r"^special_tokens_map\.json: eos_token: expected a text"):
+        Tokenizer({**assets, "special_tokens_map.json": b'{"eos_token": 3}'}, 512)
+
+
+@pytest.mark.parametrize(
     ("assets", "message"),
     [
         ({}, "tokenizer.json: missing"),
