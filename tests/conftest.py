@@ -5,36 +5,20 @@ No test reaches a hub: HF_HUB_OFFLINE is set for the whole run, and tests of the
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+from locations import FIXTURES, ROOT, load_script
 
 # Before torch is imported: on two cores the default threading is ten times slower than one thread for tiny tensors.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-ROOT = Path(__file__).resolve().parent.parent
-FIXTURES = ROOT / "fixtures"
 TINY_NAMES = ("llama", "qwen2", "qwen3", "mistral")
-
-
-def load_script(name: str) -> ModuleType:
-    """The script `fixtures/<name>.py` as a module."""
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, FIXTURES / f"{name}.py")
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[name] = module
-        spec.loader.exec_module(module)
-    return sys.modules[name]
 
 
 @pytest.fixture(scope="session")

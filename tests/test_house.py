@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from locations import ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "arctool"
 FILES = sorted(PACKAGE.rglob("*.py"))
 

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import torch
-from conftest import load_script
+from locations import load_script
 
 
 def test_the_script_makes_the_committed_bytes_again(tiny_checkpoints: dict[str, Path], tmp_path: Path) -> None:

@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import ROOT
 from hub_stand_in import COMMIT, HubStandIn
+from locations import ROOT
 from safetensors.numpy import load_file
 
 from arctool.bake.checkpoint import open_checkpoint

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from zygote import Outcome
 
-ROOT = Path(__file__).resolve().parents[2]
 MODULE = (sys.executable, "-m", "arctool.cli")
 SCRIPT = (str(Path(sys.executable).parent / "arctool"),)
 

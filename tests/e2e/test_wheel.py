@@ -11,7 +11,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from commands import ROOT, arctool, ok, tree
+from commands import arctool, ok, tree
+from locations import ROOT
 
 
 @pytest.fixture(scope="module")
