@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import sys
@@ -26,7 +27,7 @@ app = typer.Typer(
 RUNG_HELP = "Format of the linear layers: qtip2, qtip2b, qtip2-v4 (2 bits), qtip2.25-v4, qtip3, qtip3b, qtip4, qtip4b, or bf16."
 
 Model = Annotated[str, typer.Argument(help="A Hugging Face directory, a .gguf file, or a hub id like org/name[@revision].")]
-Artifact = Annotated[Path, typer.Argument(help="An artifact: its directory, or a .uqff file in it.")]
+Artifact = Annotated[Path, typer.Argument(readable=False, help="An artifact: its directory, or a .uqff file in it.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON on standard output.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")]
 
@@ -54,7 +55,7 @@ def bake(
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Directory to make [default: ./MODEL-RUNG].")] = None,
     jobs: Annotated[int | None, typer.Option(min=1, help="Threads of the search [default: all cores]. Never changes a byte.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the rotation's signs, 0 to 2^64-1.")] = 0,
-    recipe: Annotated[Path | None, typer.Option(help="YAML file that says which layer gets what.")] = None,
+    recipe: Annotated[Path | None, typer.Option(readable=False, help="YAML file that says which layer gets what.")] = None,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing artifact.")] = False,
     as_json: AsJson = False,
@@ -68,6 +69,10 @@ def bake(
     from arctool.terminal import progress, sources, tables
     from arctool.uqff.inspect import inspect as look
 
+    if not model:
+        raise UsageError("MODEL: expected a directory, a .gguf file or a hub id, found nothing")
+    if output == Path():
+        raise UsageError("--output: names the directory we are in; name one to be made")
     target = output or sources.default_output(model, isq)
     with progress.bake_progress(_errors(), quiet) as show:
         result = bake_model(model, target, isq, recipe=recipe, seed=seed, jobs=jobs, revision=revision, overwrite=force, progress=show)
@@ -198,9 +203,21 @@ def _fail(error: ArctoolError) -> NoReturn:
     raise SystemExit(error.exit_code)
 
 
+def _prepare_streams() -> None:
+    """A stream that was closed before we started swallows; one that cannot spell a character writes a question mark in its place."""
+    sys.stdin = sys.stdin or open(os.devnull)  # noqa: SIM115  # lives as long as the process
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name) or open(os.devnull, "w")  # noqa: SIM115
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+        setattr(sys, name, stream)
+
+
 def main() -> None:
     """Entry point: a user's error is one line on standard error and its class's exit code; Ctrl-C is 130; a closed pipe is quiet."""
+    _prepare_streams()
     try:
+        os.getcwd()
         app(standalone_mode=True)
     except SystemExit as leaving:
         if leaving.code == InterruptedByUser.exit_code:

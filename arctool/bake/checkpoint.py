@@ -124,7 +124,7 @@ def open_checkpoint(source: str, *, revision: str | None = None) -> Checkpoint:
     A path that exists wins over a hub id of the same spelling. Raises SourceError naming file and tensor, UsageError for a
     revision that has nothing to apply to.
     """
-    path = Path(source).expanduser()
+    path = Path(os.path.expanduser(source))
     if source and path.exists():
         if revision is not None:
             raise UsageError(f"{source}: a revision ({revision}) applies to hub ids only, this is a local path")

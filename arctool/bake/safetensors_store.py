@@ -75,12 +75,13 @@ class SafetensorsStore:
 def _read_header(file: Path) -> list[_Slot]:
     """Tensors of `file` and the absolute offsets of their bytes."""
     try:
-        with safe_open(file, framework="numpy"):
-            pass
-        with file.open("rb") as stream:
+        # Opened first: the library calls every file that it may not read a missing one.
+        with file.open("rb") as stream, safe_open(file, framework="numpy"):
             length = int.from_bytes(stream.read(8), "little")
             header: dict[str, Any] = json.loads(stream.read(length))
-    except (SafetensorError, OSError, ValueError) as error:
+    except OSError as error:
+        raise SourceError(f"{file}: cannot be read: {error.strerror or error}") from error
+    except (SafetensorError, ValueError) as error:
         raise SourceError(f"{file}: not a readable safetensors file ({error}); fetch it again") from error
     return [
         _Slot(StoredTensor(name, tuple(info["shape"]), info["dtype"], file), 8 + length + info["data_offsets"][0])

@@ -1,6 +1,6 @@
 """Perplexity and KL divergence of a checkpoint at several rungs on a fixed text: the README's quality table.
 
-    python -m arctool.bench.quality models/smollm2-135m fixtures/texts/heldout.txt --rungs bf16 qtip4 qtip3 qtip2-v4
+    python -m arctool.bench.quality models/smollm2-135m fixtures/texts/heldout.txt --rungs bf16 qtip4 qtip3 qtip2.25-v4 qtip2-v4
 
 Each rung is baked in memory (the artifact would hold the same weights) and reads the same windows as the unquantised model.
 """
@@ -92,7 +92,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("text", type=Path)
-    parser.add_argument("--rungs", nargs="+", default=[BASE, "qtip4", "qtip3", "qtip2-v4"])
+    parser.add_argument("--rungs", nargs="+", default=[BASE, "qtip4", "qtip3", "qtip2.25-v4", "qtip2-v4"])
     parser.add_argument("--window", type=int, default=1024)
     parser.add_argument("--windows", type=int, default=8)
     parser.add_argument("--out", type=Path)

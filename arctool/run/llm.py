@@ -25,6 +25,8 @@ from arctool.run.weights import WeightSource, load_model
 from arctool.uqff.container import Artifact, open_artifact
 
 GENERATION_FILE = "generation_config.json"
+MAX_PROMPT_CHARACTERS = 2_000_000
+"""More than a context of 200,000 tokens holds of ordinary text."""
 
 Prompt = str | Ordered[int]
 
@@ -115,15 +117,25 @@ class LLM:
         """Token ids of a plain prompt, with the special tokens that the tokenizer puts around text."""
         if not isinstance(prompt, str):
             return list(prompt)
+        check_length(prompt, "prompt")
         if self.tokenizer is None:
             raise RequestError(f"prompt: this model came without {TOKENIZER_FILE}; give token ids")
         return self.tokenizer.encode(prompt, add_special_tokens=True)
 
     def encode_chat(self, messages: Ordered[Message], **variables: Any) -> list[int]:
         """Token ids of a conversation, rendered by the model's own template."""
+        for message in messages:
+            if isinstance(message, Mapping):
+                check_length(message.get("content"), "messages: content")
         if self.tokenizer is None or self.template is None:
             raise RequestError("messages: this model has no chat template; use plain completion of a prompt instead")
         return self.tokenizer.encode(self.template.render(messages, **variables), add_special_tokens=False)
+
+
+def check_length(text: object, what: str) -> None:
+    """Raise RequestError for a text that no context could hold, before any template or tokenizer spends time on it."""
+    if isinstance(text, str) and len(text) > MAX_PROMPT_CHARACTERS:
+        raise RequestError(f"{what}: {len(text)} characters; at most {MAX_PROMPT_CHARACTERS} are accepted, shorten it")
 
 
 def stop_tokens(config: ModelConfig, assets: Mapping[str, bytes], tokenizer: Tokenizer | None) -> tuple[int, ...]:

@@ -70,13 +70,12 @@ def _features() -> str:
 
 
 def _compile_cache() -> Check:
-    path = cache_directory()
     try:
+        path = cache_directory()
         path.mkdir(parents=True, exist_ok=True)
-        writable = os.access(path, os.W_OK)
-    except OSError:
-        writable = False
-    detail = str(path) if writable else f"{path} cannot be written: kernels are compiled anew at each start"
+    except (OSError, RuntimeError) as error:
+        return Check("compile cache", True, f"none ({error}): kernels are compiled anew at each start")
+    detail = str(path) if os.access(path, os.W_OK) else f"{path} cannot be written: kernels are compiled anew at each start"
     return Check("compile cache", True, detail)
 
 

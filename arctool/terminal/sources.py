@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from arctool.bake.checkpoint import open_checkpoint
@@ -15,12 +16,12 @@ def is_artifact(path: Path) -> bool:
 
 def open_model(name: str, options: EngineOptions) -> LLM:
     """Load an artifact, a checkpoint directory, a GGUF file or a hub id. Raises the errors of each."""
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))
     return LLM(path, options) if is_artifact(path) else LLM(open_checkpoint(name), options)
 
 
 def default_output(model: str, rung: str) -> Path:
     """`<model>-<rung>` in the working directory; a hub id's revision and a GGUF file's ending are left out."""
-    path = Path(model).expanduser()
+    path = Path(os.path.expanduser(model))
     name = path.resolve().name if path.exists() else model.split("@")[0].split("/")[-1]
     return Path(f"{name.removesuffix('.gguf')}-{rung}")

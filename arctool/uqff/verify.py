@@ -1,4 +1,4 @@
-"""`verify`: can this artifact be trusted? Four questions, each answered with counts and the first differences (DESIGN §6).
+"""`verify`: can this artifact be trusted? Four questions, each answered with counts and the first differences.
 
 Is the container sound; does every implementation decode to the oracle's bits; are the tables the ones that ship; how far is each
 layer from its source. Nothing is printed; an artifact that fails is a report, not an exception. Memory holds one block of rows

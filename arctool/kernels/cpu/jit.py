@@ -21,6 +21,8 @@ from typing import Any
 
 from numba import config, njit
 
+from arctool.errors import UsageError
+
 if "NUMBA_THREADING_LAYER" not in os.environ:
     config.THREADING_LAYER = "workqueue"
 
@@ -36,7 +38,8 @@ def cache_directory() -> Path:
 
     Raises RuntimeError where the user has no home directory.
     """
-    base = config.CACHE_DIR or os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    xdg = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    base = config.CACHE_DIR or (xdg if xdg.is_absolute() else Path.home() / ".cache")
     return Path(base) / "arctool" / f"jit-{source_digest(Path(__file__).parents[2])}"
 
 
@@ -64,6 +67,9 @@ def jit(*, parallel: bool = False) -> Callable[[Callable[..., Any]], Any]:
 
     A parallel function is called from Python only, never from another jitted one.
     """
+
+    if config.DISABLE_JIT:
+        raise UsageError("NUMBA_DISABLE_JIT is set, and arctool's kernels need the compiler; unset it")
 
     def decorate(function: Callable[..., Any]) -> Any:
         dispatcher = njit(nogil=True, parallel=parallel)(function)
