@@ -69,10 +69,6 @@ def bake(
     from arctool.terminal import progress, sources, tables
     from arctool.uqff.inspect import inspect as look
 
-    if not model:
-        raise UsageError("MODEL: expected a directory, a .gguf file or a hub id, found nothing")
-    if output == Path():
-        raise UsageError("--output: names the directory we are in; name one to be made")
     target = output or sources.default_output(model, isq)
     with progress.bake_progress(_errors(), quiet) as show:
         result = bake_model(model, target, isq, recipe=recipe, seed=seed, jobs=jobs, revision=revision, overwrite=force, progress=show)

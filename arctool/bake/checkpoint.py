@@ -124,6 +124,10 @@ def open_checkpoint(source: str, *, revision: str | None = None) -> Checkpoint:
     A path that exists wins over a hub id of the same spelling. Raises SourceError naming file and tensor, UsageError for a
     revision that has nothing to apply to.
     """
+    if not source:
+        raise SourceError(
+            "an empty name: no such file or directory; expected a Hugging Face directory, a .gguf file or a hub id like org/name"
+        )
     path = Path(os.path.expanduser(source))
     if source and path.exists():
         if revision is not None:

@@ -43,8 +43,9 @@ def test_a_working_directory_that_is_gone_is_said(tmp_path: Path) -> None:
 
 
 def test_names_that_say_nothing_are_refused(tiny_llama: Path) -> None:
-    refused(arctool("bake", "", "--isq", "qtip4"), 2, "MODEL")
-    refused(arctool("bake", tiny_llama, "--isq", "qtip4", "-o", ""), 2, "--output")
+    for argv in (("bake", "", "--isq", "qtip4"), ("run", "")):
+        refused(arctool(*argv), 3, "an empty name")
+    refused(arctool("bake", tiny_llama, "--isq", "qtip4", "-o", ""), 6, "already exists")
 
 
 def test_kernels_without_their_compiler_are_refused_by_the_switch_that_took_it(tiny_artifact: Path) -> None:
