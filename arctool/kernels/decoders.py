@@ -8,12 +8,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from arctool.kernels.cpu.ir import LANES
 from arctool.kernels.policy import TokenClass
 from arctool.kernels.registry import Registry
 from arctool.quant.tensor import TrellisTensor
-
-LANES = 16
-"""Partial sums of the fused kernels' dot product: column j goes through sum j mod 16."""
 
 
 @dataclass(frozen=True)

@@ -103,18 +103,18 @@ class Registry:
         prompt = token_class is TokenClass.PREFILL and x.shape[0] > 0
         columns = x[:, : weight.in_features]
         matrix = self._dense_matrix(weight) if prompt else None
-        independent = matrix is not None and self._tiles_independent(columns[0], matrix)
+        independent = matrix is not None and self._tiles_independent(matrix)
         choice = choose_linear(token_class, independent)
         self._counts[linear_name(choice.kernel, weight.kind)] += 1
         if choice.kernel == "fused" or matrix is None:
             return fused(x, weight)
         return tiles(columns, matrix)
 
-    def _tiles_independent(self, row: NDArray[np.float32], matrix: NDArray[np.float32]) -> bool:
-        """The self-check of the library's product, made once for each shape and number of threads, on the first real row."""
+    def _tiles_independent(self, matrix: NDArray[np.float32]) -> bool:
+        """The self-check of the library's product, made once for each shape and number of threads."""
         key = (*matrix.shape, torch.get_num_threads())
         if key not in self._independent:
-            self._independent[key] = tiles_independent(row, matrix)
+            self._independent[key] = tiles_independent(matrix)
         return self._independent[key]
 
     def _dense_matrix(self, prepared: Prepared) -> NDArray[np.float32]:

@@ -52,21 +52,34 @@ def test_a_prompt_rows_bits_do_not_depend_on_its_place_or_company_at_any_width(o
 
 
 def test_a_shape_that_fails_the_self_check_is_served_by_the_fused_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("arctool.kernels.registry.tiles_independent", lambda row, matrix: False)
+    monkeypatch.setattr("arctool.kernels.registry.tiles_independent", lambda matrix: False)
     registry = default_registry()
     registry.linear(torch.ones((3, 16)), registry.prepare(DenseTensor(np.ones((4, 16), np.float32))), TokenClass.PREFILL)
     assert registry.engagement() == {"cpu.fused.dense-f32": 1}
 
 
 def test_the_self_check_sees_a_product_that_treats_places_differently(monkeypatch: pytest.MonkeyPatch) -> None:
-    row, matrix = np.ones(8, np.float32), np.ones((4, 8), np.float32)
-    assert products.tiles_independent(row, matrix)
+    matrix = np.random.default_rng(0).standard_normal((16, 64)).astype(np.float32)
+    assert products.tiles_independent(matrix)
     honest = products.tiles
 
-    def crooked(x: np.ndarray, matrix: np.ndarray) -> np.ndarray:
-        y = honest(x, matrix)
-        y[63:64] = np.nextafter(y[63:64], np.float32(np.inf))
-        return y
+    for place in (0, 1, 62, 63):
 
-    monkeypatch.setattr(products, "tiles", crooked)
-    assert not products.tiles_independent(row, matrix)
+        def crooked(x: np.ndarray, matrix: np.ndarray, place: int = place) -> np.ndarray:
+            y = honest(x, matrix)
+            y[place : place + 1] = np.nextafter(y[place : place + 1], np.float32(np.inf))
+            return y
+
+        monkeypatch.setattr(products, "tiles", crooked)
+        assert not products.tiles_independent(matrix), place
+
+
+def test_the_self_check_sees_a_row_that_feels_its_company(monkeypatch: pytest.MonkeyPatch) -> None:
+    matrix = np.random.default_rng(0).standard_normal((16, 64)).astype(np.float32)
+    honest = products.tiles
+
+    def sociable(x: np.ndarray, matrix: np.ndarray) -> np.ndarray:
+        return honest(x, matrix) + np.float32(len(x) > 1)
+
+    monkeypatch.setattr(products, "tiles", sociable)
+    assert not products.tiles_independent(matrix)
