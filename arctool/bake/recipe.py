@@ -1,16 +1,19 @@
-"""Which tensor gets which rung: a default, layer ranges and name rules read from a YAML file, applied as a pure function.
+"""Which tensor becomes what: a default, layer ranges and name rules read from a YAML file, applied as a pure function.
 
-    default: {isq: qtip3}          # else the rung of the command line
-    fallback: bf16                 # for a layer whose width the rung cannot take: a rung, or bf16 (which is the default)
+    default: {isq: qtip3}          # linear layers; else the choice of the command line
+    embedding: qtip4b              # what the token table gets, and
+    head: bf16                     # the head where it is not the table itself: q8_0 if the file does not say
+    fallback: bf16                 # for a linear layer whose width a choice cannot take (bf16 is the default)
     0-8: {isq: qtip4}              # layers 0 to 7: as in a mistral.rs topology the end is exclusive
     31: {isq: bf16}
     rules:
       - {match: "*.v_proj", layers: "0-4", isq: qtip4b}
       - {match: "*.down_proj", skip: true}
 
-Order: default, then ranges, then rules; where several apply the later in the file wins. (mistral.rs lets the range with the
-higher end win; a file whose ranges do not overlap means the same to both.) Only linear layers take a rung: embeddings, head and
-norms stay bf16. Knows tensors by name, role and shape, not their values.
+A choice is a trellis rung, `q8_0` or `bf16`. Order: default, then ranges, then `embedding` and `head`, then rules; where several apply the
+later in the file wins. (mistral.rs lets the range with the higher end win; a file whose ranges do not overlap means the same to both.)
+`default`, ranges and a rule for "*" are for linear layers. Embedding and head get what their key or a rule that names them says, else q8_0,
+or bf16 in a recipe whose default is bf16: it quantises nothing unasked. Norms stay as they are. Knows tensors by name, role and shape.
 """
 
 from __future__ import annotations
@@ -25,12 +28,16 @@ from typing import Any
 
 import yaml
 
+from arctool.bake.choices import KEEP, choice, misfit
 from arctool.errors import UsageError
-from arctool.quant.codebooks import rung
-from arctool.run.models.spec import Role, TensorSpec
+from arctool.quant.ggml import Q8_0
+from arctool.run.models.spec import EMBEDDING_KEY, HEAD_KEY, Role, TensorSpec
 
-KEEP = "bf16"
-"""The choice that quantises nothing."""
+VOCABULARY = (Role.EMBEDDING, Role.HEAD)
+"""The roles of tables over the vocabulary: everything a model says goes through them, so they get more bits."""
+
+VOCABULARY_KEYS = {"embedding": EMBEDDING_KEY, "head": HEAD_KEY}
+"""Key of the file → the module that it is for."""
 
 RULE_KEYS = ("match", "layers", "isq", "skip")
 MAX_FILE_BYTES = 1 << 20
@@ -39,11 +46,15 @@ MAX_LAYER = 100_000
 
 @dataclass(frozen=True)
 class Choice:
-    """What a tensor gets: a rung's name or `bf16`, why, and whether that is in place of a rung that its width cannot take."""
+    """What a tensor gets: a rung's name, `q8_0` or `bf16`, why, and in place of which choice that its width cannot take, if of one."""
 
     rung: str
     reason: str
-    fallback: bool = False
+    instead_of: str | None = None
+
+    @property
+    def fallback(self) -> bool:
+        return self.instead_of is not None
 
 
 @dataclass(frozen=True)
@@ -60,61 +71,57 @@ class Rule:
     end: int = 0
 
     def applies(self, spec: TensorSpec) -> bool:
-        """Whether the rule names `spec`."""
+        """Whether the rule is for `spec`: it names it, and a table over the vocabulary not merely by naming everything."""
         if self.first is not None and (spec.layer is None or not self.first <= spec.layer < self.end):
+            return False
+        if spec.role in VOCABULARY and not self.match.strip("*"):
             return False
         return fnmatchcase(spec.key, self.match)
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """Rules in order of rising precedence. `fallback` serves layers whose width a rung's V does not divide."""
+    """Rules in order of rising precedence. `fallback` serves linear layers whose width a choice cannot take.
+
+    `vocabulary`: what embedding and head get where no rule names them.
+    """
 
     default: str
     rules: tuple[Rule, ...] = ()
     fallback: str = KEEP
+    vocabulary: str = Q8_0.name
 
     @classmethod
-    def uniform(cls, rung_name: str) -> Recipe:
-        """Every linear layer gets `rung_name` (or `bf16`). Raises UsageError for an unknown rung."""
-        return cls(_rung(rung_name, "--isq"))
+    def uniform(cls, name: str) -> Recipe:
+        """Every linear layer gets `name`. Raises UsageError for an unknown one."""
+        return cls(choice(name, "--isq"), vocabulary=vocabulary_default(name))
 
     def to_json(self) -> dict[str, Any]:
         """The recipe as plain JSON: what it does to any model, not which file and line said so."""
         rules = [{"rung": rule.rung, "match": rule.match, "first": rule.first, "end": rule.end} for rule in self.rules]
-        return {"default": self.default, "fallback": self.fallback, "rules": rules}
+        return {"default": self.default, "fallback": self.fallback, "vocabulary": self.vocabulary, "rules": rules}
 
     def choose(self, spec: TensorSpec, layer_count: int) -> Choice:
-        """The rung for tensor `spec` of a model with `layer_count` layers.
-
-        Raises UsageError where a rule names a tensor that must stay bf16, or a layer that the model does not have.
-        """
+        """What tensor `spec` of a model with `layer_count` layers gets. Raises UsageError where a rule names a layer it does not have."""
         self._check_layers(layer_count)
+        if spec.role is not Role.LINEAR and spec.role not in VOCABULARY:
+            return Choice(KEEP, f"{spec.role.value} is not quantised")
         rule = next((rule for rule in reversed(self.rules) if rule.applies(spec)), None)
-        if spec.role is not Role.LINEAR:
-            if spec.role in (Role.EMBEDDING, Role.HEAD) and rule is not None and rule.rung != KEEP and rule.match != "*":
-                raise UsageError(f"{rule.where}: {spec.key} ({spec.role.value}) stays {KEEP}; {rule.rung} is for linear layers only")
-            return Choice(KEEP, f"{spec.role.value} stays {KEEP}")
-        wanted = self.default if rule is None else rule.rung
-        reason = "default" if rule is None else rule.where
-        in_features = spec.shape[-1]
-        if fits(wanted, in_features):
-            return Choice(wanted, reason)
-        misfit = f"{in_features} inputs are not a multiple of {wanted}'s V={rung(wanted).geometry.v}"
-        if fits(self.fallback, in_features):
-            return Choice(self.fallback, f"fallback: {misfit}", True)
-        return Choice(KEEP, f"fallback: {misfit}, nor of {self.fallback}'s V={rung(self.fallback).geometry.v}", True)
+        linear = spec.role is Role.LINEAR
+        wanted = (self.default if linear else self.vocabulary) if rule is None else rule.rung
+        reason = ("default" if linear else f"default of the {spec.role.value}") if rule is None else rule.where
+        return _fitting(wanted, reason, spec.shape[-1], self.fallback if linear else KEEP)
 
     def check(self, specs: Iterable[TensorSpec]) -> None:
-        """Raise UsageError for a rule that names nothing in the model, or that names a tensor or layer it cannot have."""
+        """Raise UsageError for a rule that names nothing in the model, or nothing that can be quantised, or a layer it does not have."""
         specs = tuple(specs)
-        layer_count = 1 + max((spec.layer for spec in specs if spec.layer is not None), default=-1)
-        for spec in specs:
-            self.choose(spec, layer_count)
+        self._check_layers(1 + max((spec.layer for spec in specs if spec.layer is not None), default=-1))
         for rule in self.rules:
             roles = {spec.role for spec in specs if rule.applies(spec)} - {Role.BIAS}
-            if rule.rung != KEEP and roles and Role.LINEAR not in roles:
-                raise UsageError(f"{rule.where}: matches no linear layer; {', '.join(r.value for r in roles)} stays {KEEP}")
+            if rule.match == HEAD_KEY and not roles:
+                raise UsageError(f"{rule.where}: the model has no {HEAD_KEY}: its head is its embedding; say embedding: {rule.rung}")
+            if rule.rung != KEEP and roles and not roles & {Role.LINEAR, *VOCABULARY}:
+                raise UsageError(f"{rule.where}: matches nothing to quantise; {', '.join(r.value for r in roles)} is not quantised")
             if not roles:
                 raise UsageError(f"{rule.where}: matches no tensor of the model; names look like {specs[0].key}, {_example(specs)}")
 
@@ -124,26 +131,56 @@ class Recipe:
                 raise UsageError(f"{rule.where}: reaches to layer {rule.end - 1}, the model's layers are 0 to {layer_count - 1}")
 
 
-def fits(name: str, in_features: int) -> bool:
-    """Whether rows of `in_features` weights can be stored as `name`."""
-    return name == KEEP or in_features % rung(name).geometry.v == 0
+def vocabulary_default(default: str) -> str:
+    """What embedding and head get beside linear layers that get `default`: 8 bits, and nothing where nothing is quantised."""
+    return KEEP if default == KEEP else Q8_0.name
 
 
-def load_recipe(path: Path, default_rung: str) -> Recipe:
-    """The recipe in the YAML file at `path`; `default_rung` serves where the file names no default.
+def _fitting(wanted: str, reason: str, in_features: int, fallback: str) -> Choice:
+    """`wanted` where rows of `in_features` weights can be stored so, else `fallback`, else bf16, and why."""
+    why = misfit(wanted, in_features)
+    if not why:
+        return Choice(wanted, reason)
+    also = misfit(fallback, in_features)
+    if not also:
+        return Choice(fallback, f"fallback: {why}", wanted)
+    return Choice(KEEP, f"fallback: {why}; {also}", wanted)
 
-    Raises UsageError naming file and key for anything that is not exactly the form above.
-    """
+
+@dataclass(frozen=True)
+class RecipeFile:
+    """What a recipe file says; `default` is None where it names none."""
+
+    default: str | None = None
+    rules: tuple[Rule, ...] = ()
+    fallback: str = KEEP
+
+    def over(self, default: str) -> Recipe:
+        """The recipe, with `default` where the file names none."""
+        default = self.default or default
+        return Recipe(default, self.rules, self.fallback, vocabulary_default(default))
+
+
+def load_recipe(path: Path, default: str) -> Recipe:
+    """The recipe in the YAML file at `path`; `default` serves where the file names none. Raises UsageError as `read_recipe`."""
+    return read_recipe(path).over(choice(default, "--isq"))
+
+
+def read_recipe(path: Path) -> RecipeFile:
+    """The YAML file at `path`. Raises UsageError naming file and key for anything that is not exactly the form above."""
     document = _read(path)
-    default, fallback = default_rung, KEEP
+    default, fallback = None, KEEP
     ranges: list[Rule] = []
+    tables: list[Rule] = []
     rules: list[Rule] = []
     for key, value in document.items():
         where = f"{path.name}: {key}"
         if key == "default":
             default = _isq(value, where)
         elif key == "fallback":
-            fallback = _rung(value, where)
+            fallback = choice(value, where)
+        elif key in VOCABULARY_KEYS:
+            tables.append(Rule(where, choice(value, where), VOCABULARY_KEYS[key]))
         elif key == "rules":
             rules = _rules(value, where)
         elif key == "device" or re.fullmatch(r"/.*/", str(key)):
@@ -151,7 +188,7 @@ def load_recipe(path: Path, default_rung: str) -> Recipe:
         else:
             first, end = _layers(key, where)
             ranges.append(Rule(where, _isq(value, where), "*", first, end))
-    return Recipe(_rung(default, "--isq"), (*ranges, *rules), fallback)
+    return RecipeFile(default, (*ranges, *tables, *rules), fallback)
 
 
 def _read(path: Path) -> Mapping[Any, Any]:
@@ -210,28 +247,18 @@ def _rule(value: object, where: str) -> Rule:
     if skip == ("isq" in value):
         raise UsageError(f"{where}: expected either isq or skip: true, found {'both' if skip else 'neither'}")
     first, end = _layers(value["layers"], f"{where}: layers") if "layers" in value else (None, 0)
-    name = KEEP if skip else _rung(value["isq"], f"{where}: isq")
+    name = KEEP if skip else choice(value["isq"], f"{where}: isq")
     return Rule(f"{where} {match!r}", name, match.removesuffix(".weight"), first, end)
 
 
 def _isq(value: object, where: str) -> str:
-    """The rung in `{isq: rung}`."""
+    """The choice in `{isq: CHOICE}`."""
     if not isinstance(value, dict):
         raise UsageError(f"{where}: expected {{isq: RUNG}}, found {reprlib.repr(value)}")
     unknown = [key for key in value if key != "isq"]
     if unknown or "isq" not in value:
         raise UsageError(f"{where}: expected the one key isq, found {', '.join(map(str, value)) or 'none'}")
-    return _rung(value["isq"], where)
-
-
-def _rung(value: object, where: str) -> str:
-    """A known rung's name, or `bf16`."""
-    if value == KEEP:
-        return KEEP
-    try:
-        return rung(value if isinstance(value, str) else reprlib.repr(value)).name
-    except UsageError as error:
-        raise UsageError(f"{where}: {error}, {KEEP}") from error
+    return choice(value["isq"], where)
 
 
 def _layers(value: object, where: str) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Every implementation of the trellis decode on this machine, in the form in which `verify` asks them."""
+"""Every implementation of the decode on this machine, in the form in which `verify` asks them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from arctool.kernels.cpu.ir import LANES
 from arctool.kernels.policy import TokenClass
 from arctool.kernels.registry import Registry
-from arctool.quant.tensor import TrellisTensor
+from arctool.quant.tensor import GgmlTensor, PackedTensor
 
 
 @dataclass(frozen=True)
@@ -22,12 +22,12 @@ class CpuDecoder:
     name: str = "cpu.decode"
     zero_signs: bool = True
 
-    def accepts(self, weight: TrellisTensor) -> bool:
-        """The row decoders are general over geometries."""
+    def accepts(self, weight: PackedTensor) -> bool:
+        """The row decoders are general over geometries, and each GGML type has one."""
         return True
 
-    def decode(self, weight: TrellisTensor) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """(all columns, their weights f32 [rows, in] in the rotated basis)."""
+    def decode(self, weight: PackedTensor) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """(all columns, their weights f32 [rows, in] in the basis that is stored)."""
         return np.arange(weight.in_features), self.registry.decode(weight)
 
 
@@ -38,23 +38,26 @@ class FusedProbe:
     A dot product with a unit vector adds zeros to one product, so it has the oracle's bits if the row decoder has; but −0.0 + 0.0 is
     0.0, so the sign of a zero is lost before the scale is applied. Every column would cost as much as the oracle on rows of 1,500
     weights, and more on longer ones, since each costs a whole dot product. So: sixteen columns and the last, spread over the row so
-    that each partial sum and each place within a trellis step is hit.
+    that each partial sum and each place within a trellis step is hit. GGML blocks are asked one token at a time, since a single token has
+    a loop of its own.
     """
 
     registry: Registry
     name: str = "cpu.fused (sampled columns)"
     zero_signs: bool = False
 
-    def accepts(self, weight: TrellisTensor) -> bool:
-        """As the fused kernels: every geometry."""
+    def accepts(self, weight: PackedTensor) -> bool:
+        """As the fused kernels: every geometry and GGML type."""
         return True
 
-    def decode(self, weight: TrellisTensor) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """(sampled columns [n], their weights f32 [rows, n] in the rotated basis)."""
+    def decode(self, weight: PackedTensor) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """(sampled columns [n], their weights f32 [rows, n] in the basis that is stored)."""
         columns = sampled_columns(weight.in_features)
         units = np.zeros((len(columns), weight.in_features), np.float32)
         units[np.arange(len(columns)), columns] = 1.0
-        products = self.registry.linear(torch.from_numpy(units), self.registry.prepare(weight), TokenClass.DECODE)
+        prepared = self.registry.prepare(weight)
+        batches = torch.from_numpy(units).split(1 if isinstance(weight, GgmlTensor) else len(units))
+        products = torch.cat([self.registry.linear(batch, prepared, TokenClass.DECODE) for batch in batches])
         return columns, products.numpy().T
 
 

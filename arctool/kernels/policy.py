@@ -22,7 +22,7 @@ class TokenClass(Enum):
     DECODE = "decode"
 
 
-WeightKind = Literal["trellis-table", "trellis-sum2", "dense-bf16", "dense-f32"]
+WeightKind = Literal["trellis-table", "trellis-sum2", "ggml-q8_0", "dense-bf16", "dense-f32"]
 KINDS: tuple[WeightKind, ...] = get_args(WeightKind)
 Kernel = Literal["fused", "tiles"]
 

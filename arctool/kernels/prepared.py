@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from arctool.kernels.policy import WeightKind
-from arctool.quant.tensor import DenseTensor, TrellisTensor, Weight
+from arctool.quant.tensor import DenseTensor, GgmlTensor, Rows, TrellisTensor, Weight
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,10 @@ class Prepared:
     table: NDArray[np.float32]
     rotation: PreparedRotation | None
 
+    def rows(self, which: Rows) -> Prepared:
+        """Some rows in the weight's own basis, without a rotation."""
+        return replace(self, weight=self.weight.rows(which), rotation=None)
+
     @property
     def out_features(self) -> int:
         return int(self.weight.shape[0])
@@ -39,16 +43,28 @@ class Prepared:
         return int(self.weight.shape[1])
 
 
+GGML_KINDS: dict[str, WeightKind] = {"q8_0": "ggml-q8_0"}
+"""Kind of a GGML type, by its name."""
+
+
 def weight_kind(weight: Weight) -> WeightKind:
     """Which family of kernels a weight needs."""
     if isinstance(weight, TrellisTensor):
         return "trellis-sum2" if weight.codebook.kind == "sum2" else "trellis-table"
+    if isinstance(weight, GgmlTensor):
+        return GGML_KINDS[weight.type.name]
     return "dense-bf16" if weight.data.dtype == np.uint16 else "dense-f32"
 
 
 def prepare_dense(weight: DenseTensor) -> Prepared:
     """A dense weight needs only to be contiguous."""
     contiguous = weight if weight.data.flags.c_contiguous else DenseTensor(weight.data.copy())
+    return Prepared(contiguous, weight_kind(weight), np.empty(0, np.float32), None)
+
+
+def prepare_ggml(weight: GgmlTensor) -> Prepared:
+    """Blocks are read where they lie; rows must follow each other."""
+    contiguous = weight if weight.data.flags.c_contiguous else replace(weight, data=weight.data.copy())
     return Prepared(contiguous, weight_kind(weight), np.empty(0, np.float32), None)
 
 

@@ -15,17 +15,16 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from arctool.errors import GeometryError
 from arctool.kernels.cpu.linear import pad_columns, padded_width
-from arctool.kernels.cpu.products import decode_into, fused, tiles, tiles_independent
+from arctool.kernels.cpu.products import decode_into, fused, gather, row_parts, tiles, tiles_independent
 from arctool.kernels.cpu.rotation import restore_output, rotate_input
 from arctool.kernels.policy import KINDS, PREFILL_TILE, Kernel, TokenClass, WeightKind, choose_linear
-from arctool.kernels.prepared import Prepared, prepare_dense, prepare_trellis
-from arctool.quant.tensor import DenseTensor, TrellisTensor, Weight
+from arctool.kernels.prepared import Prepared, prepare_dense, prepare_ggml, prepare_trellis
+from arctool.quant.tensor import DenseTensor, GgmlTensor, PackedTensor, Weight
 
-__all__ = ["Implementation", "Prepared", "Registry", "TokenClass", "default_registry", "linear_name"]
+__all__ = ["Implementation", "Prepared", "Registry", "TokenClass", "default_registry", "embedding_name", "linear_name"]
 
-EMBEDDING, DECODE = "cpu.embedding", "cpu.decode"
+DECODE = "cpu.decode"
 
 
 @dataclass(frozen=True)
@@ -42,6 +41,11 @@ class Implementation:
 def linear_name(kernel: Kernel, kind: WeightKind) -> str:
     """Name of a CPU linear kernel, for the table and for the counter."""
     return f"cpu.{kernel}.{kind}"
+
+
+def embedding_name(kind: WeightKind) -> str:
+    """Name of a CPU embedding kernel, for the table and for the counter."""
+    return f"cpu.embedding.{kind}"
 
 
 class Registry:
@@ -63,6 +67,8 @@ class Registry:
         if isinstance(weight, DenseTensor):
             return prepare_dense(weight)
         weight.check("weight")
+        if isinstance(weight, GgmlTensor):
+            return prepare_ggml(weight)
         if weight.codebook.kind == "sum2":
             return prepare_trellis(weight, np.empty(0, np.float32))
         digest = weight.codebook.digest
@@ -71,12 +77,10 @@ class Registry:
         return prepare_trellis(weight, self._tables[digest])
 
     def embedding(self, ids: torch.Tensor, weight: Prepared) -> torch.Tensor:
-        """Rows f32 [tokens, hidden] of a dense embedding for int64 ids [tokens]. Raises GeometryError for any other weight."""
-        dense = weight.weight
-        if not isinstance(dense, DenseTensor):
-            raise GeometryError(f"an embedding must be dense in this version, found {dense.label}; bake it with bf16")
-        self._counts[EMBEDDING] += 1
-        return torch.from_numpy(np.ascontiguousarray(DenseTensor(dense.data[ids.numpy()]).dense()))
+        """Rows f32 [tokens, hidden] of an embedding for int64 ids [tokens]. Raises GeometryError for one whose rows are mixed."""
+        rows = gather(weight, ids.numpy())
+        self._counts[embedding_name(weight.kind)] += 1
+        return torch.from_numpy(rows)
 
     def linear(self, x: torch.Tensor, weight: Prepared, token_class: TokenClass) -> torch.Tensor:
         """y f32 [tokens, out] = x f32 [tokens, in] · Wᵀ, by the kernel that the policy names for tokens of this class."""
@@ -91,8 +95,8 @@ class Registry:
             restore_output(outputs, rotation.signs_out, rotation.block_out)
         return torch.from_numpy(outputs)
 
-    def decode(self, weight: TrellisTensor) -> NDArray[np.float32]:
-        """The trellis weights f32 [out, in] in the rotated basis, for comparison with the oracle."""
+    def decode(self, weight: PackedTensor) -> NDArray[np.float32]:
+        """The weights f32 [out, in] in the basis that is stored, for comparison with the oracle."""
         self._counts[DECODE] += 1
         dense = np.empty(weight.shape, np.float32)
         decode_into(self.prepare(weight), dense)
@@ -101,32 +105,31 @@ class Registry:
     def _product(self, x: NDArray[np.float32], weight: Prepared, token_class: TokenClass) -> NDArray[np.float32]:
         """The product in the weight's own basis; `x` has zero columns up to a multiple of 16."""
         prompt = token_class is TokenClass.PREFILL and x.shape[0] > 0
-        columns = x[:, : weight.in_features]
-        matrix = self._dense_matrix(weight) if prompt else None
-        independent = matrix is not None and self._tiles_independent(matrix)
-        choice = choose_linear(token_class, independent)
+        choice = choose_linear(token_class, prompt and self._tiles_independent(weight))
         self._counts[linear_name(choice.kernel, weight.kind)] += 1
-        if choice.kernel == "fused" or matrix is None:
+        if choice.kernel == "fused":
             return fused(x, weight)
-        return tiles(columns, matrix)
+        columns = x[:, : weight.in_features]
+        return np.concatenate([tiles(columns, self._dense_rows(weight, part)) for part in row_parts(weight)], axis=1)
 
-    def _tiles_independent(self, matrix: NDArray[np.float32]) -> bool:
-        """The self-check of the library's product, made once for each shape and number of threads."""
-        key = (*matrix.shape, torch.get_num_threads())
+    def _tiles_independent(self, weight: Prepared) -> bool:
+        """The self-check of the library's products, made once for each shape and number of threads."""
+        key = (weight.out_features, weight.in_features, torch.get_num_threads())
         if key not in self._independent:
-            self._independent[key] = tiles_independent(matrix)
+            by_height = {part.stop - part.start: part for part in row_parts(weight)}
+            self._independent[key] = all(tiles_independent(self._dense_rows(weight, part)) for part in by_height.values())
         return self._independent[key]
 
-    def _dense_matrix(self, prepared: Prepared) -> NDArray[np.float32]:
-        """The f32 matrix [out, in]; decoded ones share one scratch buffer, which the next call overwrites."""
-        weight = prepared.weight
-        if isinstance(weight, DenseTensor) and prepared.kind == "dense-f32":
-            return weight.dense()
-        size = prepared.out_features * prepared.in_features
+    def _dense_rows(self, prepared: Prepared, part: slice) -> NDArray[np.float32]:
+        """Some rows of the f32 matrix; decoded ones share one scratch buffer, which the next call overwrites."""
+        rows = prepared.rows(part)
+        if isinstance(rows.weight, DenseTensor) and rows.kind == "dense-f32":
+            return rows.weight.dense()
+        size = rows.out_features * rows.in_features
         if self._scratch.size < size:
             self._scratch = np.empty(size, np.float32)
-        dense = self._scratch[:size].reshape(prepared.out_features, prepared.in_features)
-        decode_into(prepared, dense)
+        dense = self._scratch[:size].reshape(rows.out_features, rows.in_features)
+        decode_into(rows, dense)
         return dense
 
 
@@ -140,8 +143,8 @@ def default_registry() -> Registry:
                 Implementation(linear_name("tiles", kind), "linear", "numba, torch", f"prompt tokens, {PREFILL_TILE} rows a product")
                 for kind in KINDS
             ),
-            Implementation(DECODE, "decode", "numba", "every trellis weight; bit-exact with the oracle"),
-            Implementation(EMBEDDING, "embedding", "numpy", "bf16 and f32 embeddings"),
+            Implementation(DECODE, "decode", "numba", "every trellis and GGML weight; bit-exact with the oracle"),
+            *(Implementation(embedding_name(kind), "embedding", "numba, numpy", "rows that do not mix, any number") for kind in KINDS),
             Implementation("triton.linear", "linear", "triton", "trellis weights on a GPU", no_gpu),
         )
     )

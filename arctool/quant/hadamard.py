@@ -69,8 +69,14 @@ class Rotation:
                 raise GeometryError(f"rotation: {side} block {block} is not a power of two ≤ {MAX_BLOCK} that divides {signs.size}")
 
     @classmethod
-    def seeded(cls, seed: int, key: str, out_features: int, in_features: int) -> Rotation:
-        """The rotation that a bake with `seed` gives the layer `key`."""
+    def seeded(cls, seed: int, key: str, out_features: int, in_features: int, *, mix_rows: bool = True) -> Rotation:
+        """The rotation that a bake with `seed` gives the layer `key`.
+
+        `mix_rows` False leaves the output side alone, so that each row can be restored without the others: what an embedding needs.
+        """
+        if not mix_rows:
+            signs_in = seeded_signs(seed, key, "in", in_features)
+            return cls(block_size(in_features), 1, signs_in, np.ones(out_features, np.int8))
         return cls(
             block_size(in_features),
             block_size(out_features),
@@ -78,13 +84,21 @@ class Rotation:
             seeded_signs(seed, key, "out", out_features),
         )
 
+    @property
+    def mixes_rows(self) -> bool:
+        """Whether a row of the original weight needs other rows of the rotated one."""
+        return self.block_out > 1
+
     def rotate(self, weight: NDArray[np.float32]) -> NDArray[np.float32]:
         """W̃ = H_out S_out W S_in H_in of `weight`: f32 [out, in]."""
         inner = block_hadamard(weight * self.signs_in.astype(np.float32), self.block_in)
         return np.ascontiguousarray(block_hadamard((inner * self.signs_out.astype(np.float32)[:, None]).T, self.block_out).T)
 
     def restore(self, weight: NDArray[np.float32]) -> NDArray[np.float32]:
-        """W = S_out H_out W̃ H_in S_in, the inverse of `rotate` up to f32 rounding."""
+        """W = S_out H_out W̃ H_in S_in, the inverse of `rotate` up to f32 rounding.
+
+        The order is part of the definition: H_in along each row (`block_hadamard`), then S_in, then H_out, then S_out.
+        """
         inner = block_hadamard(weight, self.block_in) * self.signs_in.astype(np.float32)
         return np.ascontiguousarray(block_hadamard(inner.T, self.block_out).T) * self.signs_out.astype(np.float32)[:, None]
 

@@ -1,8 +1,8 @@
-"""What a weight of an artifact is, in memory: dense or trellis. Both can say what they decode to; neither knows files or kernels."""
+"""What a weight of an artifact is, in memory: dense, trellis or GGML blocks. Each says what it decodes to; none knows files or kernels."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,8 +10,12 @@ from numpy.typing import NDArray
 from arctool.errors import GeometryError
 from arctool.quant.bf16 import widen
 from arctool.quant.codebooks import Codebook
+from arctool.quant.ggml import GgmlType
 from arctool.quant.hadamard import Rotation
 from arctool.quant.trellis import Geometry, check_packed, decode_rows
+
+Rows = slice | NDArray[np.int64]
+"""Which rows of a weight: a run of them (a view), or some by number (a copy)."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,10 @@ class DenseTensor:
     def stored_bits(self) -> int:
         return self.data.nbytes * 8
 
+    def rows(self, which: Rows) -> DenseTensor:
+        """Some rows."""
+        return DenseTensor(self.data[which])
+
     def dense(self) -> NDArray[np.float32]:
         """The weights as f32, exactly."""
         return widen(self.data)
@@ -44,7 +52,7 @@ class DenseTensor:
 
 @dataclass(frozen=True)
 class TrellisTensor:
-    """A linear layer's weight as trellis streams, one a row, in the rotated basis.
+    """A weight as trellis streams, one a row, in the rotated basis.
 
     `packed`: u8 [out, stride]; `scales`: f32 [out]; `rotation` maps activations into the basis of the rows, None if they are not rotated.
     """
@@ -85,6 +93,10 @@ class TrellisTensor:
             if sizes != self.shape:
                 raise GeometryError(f"{where}: the rotation is for {list(sizes)}, the weight is {list(self.shape)}")
 
+    def rows(self, which: Rows) -> TrellisTensor:
+        """Some rows, in the rotated basis and without their rotation, which may need all rows."""
+        return replace(self, packed=self.packed[which], scales=self.scales[which], rotation=None)
+
     def decode(self) -> NDArray[np.float32]:
         """The oracle's weights f32 [out, in], still in the rotated basis: the bits that every kernel must give."""
         return decode_rows(self.packed, self.geometry, self.codebook.values(self.geometry), self.scales, self.in_features)
@@ -95,4 +107,49 @@ class TrellisTensor:
         return rotated if self.rotation is None else self.rotation.restore(rotated)
 
 
-Weight = DenseTensor | TrellisTensor
+@dataclass(frozen=True)
+class GgmlTensor:
+    """A weight as GGML blocks, row after row. `data`: u8 [out, row_bytes], perhaps a view into a mapped file at any alignment."""
+
+    type: GgmlType
+    in_features: int
+    data: NDArray[np.uint8]
+
+    @classmethod
+    def encoded(cls, type: GgmlType, weights: NDArray[np.float32], where: str) -> GgmlTensor:
+        """`weights` f32 [out, in] in blocks of `type`. Raises GeometryError, naming `where`, for what they cannot hold."""
+        return cls(type, weights.shape[1], type.encode(weights, where))
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return (self.data.shape[0], self.in_features)
+
+    @property
+    def label(self) -> str:
+        return self.type.name
+
+    @property
+    def stored_bits(self) -> int:
+        return self.data.nbytes * 8
+
+    def check(self, where: str) -> None:
+        """Raise GeometryError, naming `where`, unless the bytes are whole rows of blocks with finite scales."""
+        self.type.check(self.data, self.in_features, where)
+
+    def rows(self, which: Rows) -> GgmlTensor:
+        """Some rows."""
+        return replace(self, data=self.data[which])
+
+    def decode(self) -> NDArray[np.float32]:
+        """The oracle's weights f32 [out, in]: the bits that every kernel must give."""
+        return self.type.decode(self.data, self.in_features)
+
+    def dense(self) -> NDArray[np.float32]:
+        """The same: blocks are in the original basis."""
+        return self.decode()
+
+
+PackedTensor = TrellisTensor | GgmlTensor
+"""A weight whose bytes an oracle decodes."""
+
+Weight = DenseTensor | PackedTensor

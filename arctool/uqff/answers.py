@@ -34,12 +34,13 @@ class Coverage:
 
 @dataclass(frozen=True)
 class LayerError:
-    """‖W−Ŵ‖²/‖W‖² of one stored tensor; `limit` is 2^(−2·bits) of its rate for a trellis, None for a dense one."""
+    """‖W−Ŵ‖²/‖W‖² of one stored tensor; `limit` is 2^(−2·bits) of its rate, None for a dense one; `plausible`: the most it may be."""
 
     key: str
     label: str
     relative_error: float
     limit: float | None
+    plausible: float
 
 
 @dataclass(frozen=True)

@@ -1,17 +1,16 @@
-"""One trellis layer, as every implementation on this machine decodes it, against the oracle: block by block, bit by bit.
+"""One packed layer (trellis or GGML blocks), as every implementation here decodes it, against the oracle: block by block, bit by bit.
 
 Memory holds one block of rows at a time. Knows no kernels, which are handed in, and no files.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from arctool.quant.tensor import TrellisTensor
+from arctool.quant.tensor import PackedTensor
 from arctool.uqff.answers import Tally
 
 BLOCK_WEIGHTS: Final = 1 << 20
@@ -22,7 +21,7 @@ MAX_ROW: Final = 1 << 17
 
 
 class Decoder(Protocol):
-    """One implementation of the trellis decode on this machine."""
+    """One implementation of the decode on this machine."""
 
     @property
     def name(self) -> str: ...
@@ -32,19 +31,19 @@ class Decoder(Protocol):
         """Whether −0.0 comes out as such. False for values that are read out of a sum: there −0.0 + 0.0 is 0.0, as IEEE 754 says."""
         ...
 
-    def accepts(self, weight: TrellisTensor) -> bool:
+    def accepts(self, weight: PackedTensor) -> bool:
         """Whether this implementation would serve `weight`; asked once a layer."""
         ...
 
-    def decode(self, weight: TrellisTensor) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """(rising columns [n], their weights f32 [rows, n] in the rotated basis): what is given is compared, and counted.
+    def decode(self, weight: PackedTensor) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """(rising columns [n], their weights f32 [rows, n] in the basis that is stored): what is given is compared, and counted.
 
         `weight` is a block of a layer's rows, its rotation left out.
         """
         ...
 
 
-def obstacle(weight: TrellisTensor, misfit: bool, accepted: bool) -> str:
+def obstacle(weight: PackedTensor, misfit: bool, accepted: bool) -> str:
     """Why a layer is not worth the oracle's time, empty if it is: nobody could run it, or its file was made to waste that time."""
     if misfit:
         return f"the model has no such layer of shape {list(weight.shape)}"
@@ -53,12 +52,12 @@ def obstacle(weight: TrellisTensor, misfit: bool, accepted: bool) -> str:
     return "" if accepted else f"no implementation accepts {weight.label} {list(weight.shape)}"
 
 
-def compare_layer(key: str, weight: TrellisTensor, decoders: list[Decoder], tally: Tally) -> dict[str, tuple[int, int]]:
+def compare_layer(key: str, weight: PackedTensor, decoders: list[Decoder], tally: Tally) -> dict[str, tuple[int, int]]:
     """(compared, differing) weights by implementation; the first difference of each goes into `tally`."""
     counts = {decoder.name: (0, 0) for decoder in decoders}
     rows = max(1, BLOCK_WEIGHTS // weight.in_features)
     for start in range(0, weight.shape[0] if decoders else 0, rows):
-        block = replace(weight, packed=weight.packed[start : start + rows], scales=weight.scales[start : start + rows], rotation=None)
+        block = weight.rows(slice(start, start + rows))
         oracle = block.decode()
         for decoder in decoders:
             first, compared, differing = _difference(decoder, block, oracle)
@@ -69,7 +68,7 @@ def compare_layer(key: str, weight: TrellisTensor, decoders: list[Decoder], tall
     return counts
 
 
-def _difference(decoder: Decoder, block: TrellisTensor, oracle: NDArray[np.float32]) -> tuple[str, int, int]:
+def _difference(decoder: Decoder, block: PackedTensor, oracle: NDArray[np.float32]) -> tuple[str, int, int]:
     """(first difference in words, weights compared, weights that differ) of one block; without an answer nothing is compared."""
     try:
         columns, found = (np.asarray(part) for part in decoder.decode(block))

@@ -18,8 +18,9 @@ from numpy.typing import NDArray
 from arctool.errors import FormatError, GeometryError
 from arctool.quant.bf16 import widen
 from arctool.quant.codebooks import Codebook
+from arctool.quant.ggml import GGML_BY_ID, GgmlType
 from arctool.quant.hadamard import Rotation
-from arctool.quant.tensor import DenseTensor, TrellisTensor, Weight
+from arctool.quant.tensor import DenseTensor, GgmlTensor, TrellisTensor, Weight
 from arctool.uqff.entries import Entry, check_key, entry_of, expect, read_shape, scalar_entry
 from arctool.uqff.sections import Sections, TableRef, decode_sections, encode_sections
 
@@ -57,19 +58,9 @@ def encode(key: str, weight: Weight, bias: NDArray[np.float32] | None = None) ->
     """The entries of one layer, tables excluded (`table_entry`). `bias`: f32 [out]. Raises FormatError, GeometryError."""
     check_key(key)
     base = f"{key}.weight"
-    if isinstance(weight, TrellisTensor):
-        entries = _encode_trellis(base, weight)
-    else:
-        if not weight.shape or 0 in weight.shape:
-            raise FormatError(f"{base}: a layer needs at least one weight, found shape {list(weight.shape)}")
-        check_finite(weight, base)
-        ggml = GGML_BF16 if weight.data.dtype == np.uint16 else GGML_F32
-        entries = [
-            entry_of(base, "U8", _bytes_of(weight.data)),
-            scalar_entry(f"{base}.format", "U8", TAG_GGUF),
-            scalar_entry(f"{base}.dtype", "U32", ggml),
-            entry_of(f"{base}.shape", "U32", np.array(weight.shape, np.uint32)),
-        ]
+    if not weight.shape or 0 in weight.shape:
+        raise FormatError(f"{base}: a layer needs at least one weight, found shape {list(weight.shape)}")
+    entries = _encode_trellis(base, weight) if isinstance(weight, TrellisTensor) else _encode_ggml(base, weight)
     if bias is not None:
         checked_bias(bias, weight.shape, f"{key}.bias")
         entries.append(entry_of(f"{key}.bias", "F32", bias))
@@ -177,8 +168,6 @@ def _bytes_of(array: NDArray) -> NDArray[np.uint8]:
 def _encode_trellis(base: str, weight: TrellisTensor) -> list[Entry]:
     weight.check(base)
     _check_products(weight, base)
-    if 0 in weight.shape:
-        raise FormatError(f"{base}: a layer needs at least one weight, found shape {list(weight.shape)}")
     rotation = weight.rotation
     blocks = None if rotation is None else (rotation.block_in, rotation.block_out)
     blob = encode_sections(Sections(weight.geometry, table_ref(weight), blocks), f"{base}.sections")
@@ -252,18 +241,54 @@ def _decode_signs(entry: Entry, count: int, where: str) -> NDArray[np.int8]:
     return (1 - 2 * bits[:count].astype(np.int8)).astype(np.int8)
 
 
-def _decode_ggml(parts: Mapping[str, Entry], tables: TablePool, where: str) -> DenseTensor:
+def _encode_ggml(base: str, weight: DenseTensor | GgmlTensor) -> list[Entry]:
+    if isinstance(weight, GgmlTensor):
+        weight.check(base)
+        kind = weight.type.id
+    else:
+        check_finite(weight, base)
+        kind = GGML_BF16 if weight.data.dtype == np.uint16 else GGML_F32
+    return [
+        entry_of(base, "U8", _bytes_of(weight.data)),
+        scalar_entry(f"{base}.format", "U8", TAG_GGUF),
+        scalar_entry(f"{base}.dtype", "U32", kind),
+        entry_of(f"{base}.shape", "U32", np.array(weight.shape, np.uint32)),
+    ]
+
+
+def _decode_ggml(parts: Mapping[str, Entry], tables: TablePool, where: str) -> DenseTensor | GgmlTensor:
     kind = int(expect(parts["dtype"], "U32", (), where))
+    if kind in GGML_BY_ID:
+        return _decode_blocks(parts, GGML_BY_ID[kind], where)
     if kind not in _GGML_WIDTH:
         label = f"{_GGML_NAMES[kind]} (ggml {kind})" if kind in _GGML_NAMES else f"ggml type {kind}"
-        raise FormatError(f"{where}.dtype: {label} is not readable by this version; it reads F32 (0), F16 (1) and BF16 (30)")
+        readable = sorted((*_GGML_WIDTH, *GGML_BY_ID))
+        known = ", ".join(f"{_GGML_NAMES[number]} ({number})" for number in readable)
+        raise FormatError(f"{where}.dtype: {label} is not readable by this version; it reads {known}")
     shape = read_shape(parts["shape"], None, where)
-    raw, nbytes = parts[""], prod(shape) * _GGML_WIDTH[kind]
-    if raw.dtype != "U8" or len(raw.shape) not in (1, 2) or raw.nbytes != nbytes:
-        raise GeometryError(f"{where}: {_GGML_NAMES[kind]} {list(shape)} takes {nbytes} bytes as U8, found {raw.dtype} {list(raw.shape)}")
+    _check_size(parts[""], _GGML_NAMES[kind], shape, prod(shape) * _GGML_WIDTH[kind], where)
     typed = {GGML_F32: "F32", GGML_F16: "F16", GGML_BF16: "BF16"}[kind]
-    data = expect(Entry(raw.name, typed, shape, raw.raw), typed, shape, where)
+    data = expect(Entry(parts[""].name, typed, shape, parts[""].raw), typed, shape, where)
     return DenseTensor(data.astype(np.float32) if kind == GGML_F16 else data)
+
+
+def _decode_blocks(parts: Mapping[str, Entry], kind: GgmlType, where: str) -> GgmlTensor:
+    """A layer of GGML blocks; the bytes stay a view of the entry."""
+    out, inner = read_shape(parts["shape"], 2, where)
+    try:
+        width = kind.row_bytes(inner)
+    except GeometryError as error:
+        raise GeometryError(f"{where}: {error}") from error
+    _check_size(parts[""], _GGML_NAMES[kind.id], (out, inner), out * width, where)
+    weight = GgmlTensor(kind, inner, parts[""].raw.reshape(out, width))
+    weight.check(where)
+    return weight
+
+
+def _check_size(entry: Entry, name: str, shape: tuple[int, ...], nbytes: int, where: str) -> None:
+    """Raise GeometryError unless `entry` is the `nbytes` raw bytes that a weight of `shape` takes."""
+    if entry.dtype != "U8" or len(entry.shape) not in (1, 2) or entry.nbytes != nbytes:
+        raise GeometryError(f"{where}: {name} {list(shape)} takes {nbytes} bytes as U8, found {entry.dtype} {list(entry.shape)}")
 
 
 FAMILIES: Final[Mapping[int, Family]] = {

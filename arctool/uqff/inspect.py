@@ -7,14 +7,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from arctool.quant.tensor import TrellisTensor
 from arctool.uqff.reader import Artifact, open_artifact
-from arctool.uqff.report import LayerDetails
+from arctool.uqff.report import DENSE_LABELS, LayerDetails
 
 
 @dataclass(frozen=True)
 class LayerRow:
-    """One layer or residual tensor. `bits_per_weight`: streams, scales, signs over weights; `nbytes`: of all its entries."""
+    """One layer or residual tensor. `bits_per_weight`: streams or blocks, scales, signs over weights; `nbytes`: of all its entries."""
 
     key: str
     shape: tuple[int, ...]
@@ -34,7 +33,7 @@ class FileRow:
 
 @dataclass(frozen=True)
 class Totals:
-    """`quantised_bits_per_weight` is the mean over trellis layers, None where there are none; `bits_per_weight` counts all."""
+    """`quantised_bits_per_weight`: mean over packed layers (trellis, GGML blocks), None without any; `bits_per_weight` counts all."""
 
     nbytes: int
     parameters: int
@@ -117,7 +116,7 @@ def _files(artifact: Artifact) -> tuple[FileRow, ...]:
 
 
 def _totals(artifact: Artifact, layers: tuple[LayerRow, ...], residual: tuple[LayerRow, ...], files: tuple[FileRow, ...]) -> Totals:
-    quantised = [row for row in layers if isinstance(artifact.weight(row.key), TrellisTensor)]
+    quantised = [row for row in layers if row.label not in DENSE_LABELS]
     parameters = sum(math.prod(row.shape) for row in (*layers, *residual))
     small = sum(math.prod(row.shape) for row in quantised)
     bits = sum(row.bits_per_weight * math.prod(row.shape) for row in quantised)

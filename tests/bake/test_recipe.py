@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from arctool.bake.recipe import Choice, Recipe, load_recipe
+from arctool.bake.recipe import Choice, Recipe, Rule, load_recipe
 from arctool.errors import UsageError
 from arctool.quant.codebooks import RUNGS
 from arctool.run.models.spec import Role, TensorSpec
@@ -18,9 +18,13 @@ def linear(layer: int, module: str, in_features: int = 64) -> TensorSpec:
     return TensorSpec(f"model.layers.{layer}.{module}.weight", (32, in_features), Role.LINEAR, layer)
 
 
+EMBEDDING = TensorSpec("model.embed_tokens.weight", (512, 64), Role.EMBEDDING)
+HEAD = TensorSpec("lm_head.weight", (512, 64), Role.HEAD)
+
+
 def model(in_features: int = 64) -> tuple[TensorSpec, ...]:
     """Four layers of v_proj (with bias), down_proj and a norm, an embedding and a head."""
-    specs = [TensorSpec("model.embed_tokens.weight", (512, 64), Role.EMBEDDING)]
+    specs = [EMBEDDING]
     for layer in range(LAYERS):
         specs += [
             linear(layer, "self_attn.v_proj", in_features),
@@ -28,7 +32,7 @@ def model(in_features: int = 64) -> tuple[TensorSpec, ...]:
             linear(layer, "mlp.down_proj", in_features),
             TensorSpec(f"model.layers.{layer}.input_layernorm.weight", (64,), Role.NORM, layer),
         ]
-    return (*specs, TensorSpec("lm_head.weight", (512, 64), Role.HEAD))
+    return (*specs, HEAD)
 
 
 def recipe(tmp_path: Path, text: str) -> Recipe:
@@ -41,9 +45,14 @@ def chosen(found: Recipe, module: str) -> list[str]:
     return [found.choose(linear(layer, module), LAYERS).rung for layer in range(LAYERS)]
 
 
-def refusal(tmp_path: Path, text: str) -> str:
+def vocabulary(found: Recipe) -> tuple[str, str]:
+    """What embedding and head get."""
+    return found.choose(EMBEDDING, LAYERS).rung, found.choose(HEAD, LAYERS).rung
+
+
+def refusal(tmp_path: Path, text: str, specs: tuple[TensorSpec, ...] | None = None) -> str:
     with pytest.raises(UsageError) as caught:
-        recipe(tmp_path, text).check(model())
+        recipe(tmp_path, text).check(specs or model())
     message = str(caught.value)
     assert "recipe.yaml: " in message
     assert "\n" not in message
@@ -51,12 +60,79 @@ def refusal(tmp_path: Path, text: str) -> str:
     return message
 
 
-@pytest.mark.parametrize("name", [*RUNGS, "bf16"])
-def test_a_uniform_recipe_gives_every_linear_layer_its_rung_and_keeps_the_rest(name: str) -> None:
+@pytest.mark.parametrize("name", [*RUNGS, "q8_0", "bf16"])
+def test_a_uniform_recipe_gives_every_linear_layer_its_choice_and_the_vocabulary_8_bits_unless_nothing_is_quantised(name: str) -> None:
     found = Recipe.uniform(name)
     found.check(model())
-    assert {found.choose(spec, LAYERS).rung for spec in model() if spec.role is Role.LINEAR} == {name}
-    assert {found.choose(spec, LAYERS).rung for spec in model() if spec.role is not Role.LINEAR} == {"bf16"}
+    by_role = {role: {found.choose(spec, LAYERS).rung for spec in model() if spec.role is role} for role in Role}
+    table = "bf16" if name == "bf16" else "q8_0"
+    assert by_role == {Role.LINEAR: {name}, Role.EMBEDDING: {table}, Role.HEAD: {table}, Role.NORM: {"bf16"}, Role.BIAS: {"bf16"}}
+
+
+@pytest.mark.parametrize("name", ["bf16", "q8_0", *RUNGS])
+def test_embedding_and_head_take_any_choice_by_their_keys(name: str, tmp_path: Path) -> None:
+    for text, expected in (
+        (f"embedding: {name}", (name, "q8_0")),
+        (f"head: {name}", ("q8_0", name)),
+        (f"embedding: {name}\nhead: qtip3", (name, "qtip3")),
+    ):
+        found = recipe(tmp_path, text)
+        found.check(model())
+        assert vocabulary(found) == expected
+        assert chosen(found, "mlp.down_proj") == ["qtip2b"] * 4
+
+
+def test_what_is_for_all_layers_does_not_touch_embedding_and_head(tmp_path: Path) -> None:
+    text = "default: {isq: qtip4}\n0-4: {isq: qtip3}\nfallback: qtip3\nrules: [{match: '*', isq: qtip2}, {match: '**', isq: qtip2b}]"
+    found = recipe(tmp_path, text)
+    found.check(model())
+    assert vocabulary(found) == ("q8_0", "q8_0")
+    assert vocabulary(recipe(tmp_path, "rules: [{match: '*', skip: true}]")) == ("q8_0", "q8_0")
+    assert vocabulary(recipe(tmp_path, "default: {isq: bf16}\n0-4: {isq: qtip3}")) == ("bf16", "bf16")
+    assert vocabulary(recipe(tmp_path, "default: {isq: bf16}\nembedding: q8_0")) == ("q8_0", "bf16")
+
+
+def test_a_rule_that_names_them_wins_over_their_keys_wherever_it_stands(tmp_path: Path) -> None:
+    text = "rules: [{match: '*embed*', isq: qtip4b}, {match: lm_head.weight, skip: true}]\nembedding: qtip3\nhead: qtip3\n"
+    found = recipe(tmp_path, text)
+    found.check(model())
+    assert vocabulary(found) == ("qtip4b", "bf16")
+    assert found.choose(EMBEDDING, LAYERS).reason == "recipe.yaml: rules[0] '*embed*'"
+
+
+def test_a_recipe_of_exact_keys_needs_no_file() -> None:
+    """What an allocator builds."""
+    rules = [Rule("budget", "qtip4b", spec.key) for spec in model() if spec.role in (Role.LINEAR, Role.EMBEDDING)]
+    found = Recipe("qtip2", tuple(rules))
+    found.check(model())
+    assert {found.choose(spec, LAYERS).rung for spec in model() if spec.role in (Role.LINEAR, Role.EMBEDDING)} == {"qtip4b"}
+    assert found.choose(HEAD, LAYERS) == Choice("q8_0", "default of the head")
+
+
+@pytest.mark.parametrize(
+    ("hidden", "text", "expected", "reason"),
+    [
+        (36, "", "bf16", "fallback: 36 inputs are not a multiple of q8_0's block of 32"),
+        (36, "embedding: qtip2-v4", "qtip2-v4", "recipe.yaml: embedding"),
+        (34, "embedding: qtip2-v4\nfallback: qtip2b", "bf16", "fallback: 34 inputs are not a multiple of qtip2-v4's V=4"),
+        (96, "", "q8_0", "default of the embedding"),
+    ],
+)
+def test_a_vocabulary_that_its_choice_cannot_take_stays_bf16_and_says_so(
+    hidden: int, text: str, expected: str, reason: str, tmp_path: Path
+) -> None:
+    spec = TensorSpec("model.embed_tokens.weight", (512, hidden), Role.EMBEDDING)
+    choice = recipe(tmp_path, text or "fallback: qtip2b").choose(spec, LAYERS)
+    assert (choice.rung, choice.reason) == (expected, reason)
+    assert choice.fallback == reason.startswith("fallback")
+
+
+def test_the_head_of_a_tied_model_is_refused_by_name(tmp_path: Path) -> None:
+    tied = model()[:-1]
+    for text in ("head: qtip4b", "rules: [{match: lm_head, isq: qtip4b}]"):
+        message = refusal(tmp_path, text, tied)
+        assert "the model has no lm_head: its head is its embedding; say embedding: qtip4b" in message
+    recipe(tmp_path, "embedding: qtip4b").check(tied)
 
 
 def test_an_unknown_rung_on_the_command_line_is_refused_with_the_known_ones() -> None:
@@ -93,6 +169,7 @@ def test_what_a_recipe_is_does_not_tell_where_it_was_written(tmp_path: Path) -> 
     assert recipe(tmp_path, text).to_json() == {
         "default": "qtip2b",
         "fallback": "bf16",
+        "vocabulary": "q8_0",
         "rules": [{"rung": "qtip4", "match": "*", "first": 0, "end": 2}, {"rung": "bf16", "match": "*.v_proj", "first": 3, "end": 4}],
     }
 
@@ -101,7 +178,8 @@ def test_a_choice_says_which_line_made_it(tmp_path: Path) -> None:
     found = recipe(tmp_path, 'rules: [{match: "*.v_proj", isq: qtip4b}]\n')
     assert found.choose(linear(0, "mlp.down_proj"), LAYERS) == Choice("qtip2b", "default")
     assert found.choose(linear(0, "self_attn.v_proj"), LAYERS).reason == "recipe.yaml: rules[0] '*.v_proj'"
-    assert found.choose(model()[0], LAYERS).reason == "embedding stays bf16"
+    assert found.choose(EMBEDDING, LAYERS) == Choice("q8_0", "default of the embedding")
+    assert found.choose(model()[4], LAYERS) == Choice("bf16", "norm is not quantised")
 
 
 @pytest.mark.parametrize(
@@ -114,6 +192,10 @@ def test_a_choice_says_which_line_made_it(tmp_path: Path) -> None:
         ("qtip2-v4", "qtip3b", 65, "bf16"),
         ("qtip2b", "bf16", 65, "bf16"),
         ("qtip3", "bf16", 65, "qtip3"),
+        ("q8_0", "bf16", 64, "q8_0"),
+        ("q8_0", "bf16", 48, "bf16"),
+        ("q8_0", "qtip2-v4", 48, "qtip2-v4"),
+        ("qtip2-v4", "q8_0", 66, "bf16"),
     ],
 )
 def test_a_width_that_the_rung_cannot_take_falls_back_and_says_so(
@@ -123,8 +205,10 @@ def test_a_width_that_the_rung_cannot_take_falls_back_and_says_so(
     choice = found.choose(linear(0, "mlp.down_proj", in_features), LAYERS)
     assert choice.rung == expected
     assert (choice.reason == "default") == (expected == rung)
+    assert choice.instead_of == (None if expected == rung else rung)
     if expected != rung:
-        assert choice.reason.startswith(f"fallback: {in_features} inputs are not a multiple of {rung}'s V=")
+        unit = "block of " if rung == "q8_0" else "V="
+        assert choice.reason.startswith(f"fallback: {in_features} inputs are not a multiple of {rung}'s {unit}")
 
 
 @pytest.mark.parametrize(
@@ -157,9 +241,12 @@ def test_a_width_that_the_rung_cannot_take_falls_back_and_says_so(
         ("rules: [{match: '*.v_proj', isq: qtip3b, layers: all}]", ["rules[0]", "layers", "all"]),
         ("rules: [{match: '*.x_proj', isq: qtip3b}]", ["rules[0]", "*.x_proj", "matches no tensor"]),
         ("rules: [{match: '*.v_proj', layers: 7, isq: qtip3b}]", ["rules[0]", "layer 7"]),
-        ("rules: [{match: 'lm_head', isq: qtip4b}]", ["rules[0]", "lm_head (head) stays bf16"]),
-        ("rules: [{match: '*embed*', isq: qtip4b}]", ["rules[0]", "model.embed_tokens (embedding) stays bf16"]),
-        ("rules: [{match: '*layernorm', isq: qtip4b}]", ["rules[0]", "norm stays bf16"]),
+        ("rules: [{match: '*layernorm', isq: qtip4b}]", ["rules[0]", "matches nothing to quantise; norm is not"]),
+        ("rules: [{match: 'model.embed_tokens', layers: 0, isq: q8_0}]", ["rules[0]", "matches no tensor"]),
+        ("embedding: q4_k", ["embedding", "unknown rung 'q4_k'", "q8_0, bf16"]),
+        ("embedding: {isq: q8_0}", ["embedding", "isq", "qtip4b"]),
+        ("head: null", ["head", "'None'"]),
+        ("embeddings: q8_0", ["embeddings", "unknown key"]),
         ("0-2: {isq: qtip4b}\n0-2: {isq: qtip3b}", ["0-2", "twice"]),
         ("rules: [{match: a, match: b, isq: qtip3b}]", ["match", "twice"]),
         ("- a", ["mapping", "list"]),

@@ -176,7 +176,7 @@ def test_engagement_counts_what_really_served_each_call() -> None:
         "cpu.fused.trellis-sum2": 1,
         "cpu.tiles.trellis-sum2": 2,
         "cpu.fused.dense-f32": 1,
-        "cpu.embedding": 1,
+        "cpu.embedding.dense-f32": 1,
     }
 
 

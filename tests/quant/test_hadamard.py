@@ -82,3 +82,21 @@ def test_a_rotation_with_a_sign_that_is_not_one_is_refused() -> None:
         Rotation(8, 8, bad, good)
     with pytest.raises(GeometryError, match="output block 16"):
         Rotation(8, 16, good, good)
+
+
+def test_a_rotation_that_does_not_mix_rows_restores_each_row_from_itself_alone() -> None:
+    rotation = Rotation.seeded(0, "model.embed_tokens", 512, 64, mix_rows=False)
+    assert (rotation.block_in, rotation.block_out, rotation.mixes_rows) == (64, 1, False)
+    assert set(rotation.signs_out.tolist()) == {1}
+    np.testing.assert_array_equal(rotation.signs_in, Rotation.seeded(0, "model.embed_tokens", 512, 64).signs_in)
+    weight = np.random.default_rng(4).standard_normal((512, 64)).astype(np.float32)
+    rotated = rotation.rotate(weight)
+    np.testing.assert_allclose(rotation.restore(rotated), weight, atol=4e-6)
+    poisoned = np.full_like(rotated, np.nan)
+    poisoned[[3, 500]] = rotated[[3, 500]]
+    np.testing.assert_array_equal(rotation.restore(poisoned)[[3, 500]], rotation.restore(rotated)[[3, 500]])
+
+
+def test_a_rotation_that_mixes_rows_says_so() -> None:
+    assert Rotation.seeded(0, "k", 512, 64).mixes_rows
+    assert not Rotation.seeded(0, "k", 511, 64).mixes_rows  # an odd number of rows has blocks of one

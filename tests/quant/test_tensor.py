@@ -9,8 +9,9 @@ import pytest
 
 from arctool.errors import GeometryError
 from arctool.quant.codebooks import RUNGS, Codebook
+from arctool.quant.ggml import Q8_0
 from arctool.quant.hadamard import Rotation
-from arctool.quant.tensor import DenseTensor, TrellisTensor
+from arctool.quant.tensor import DenseTensor, GgmlTensor, TrellisTensor
 from arctool.quant.trellis import pack_symbols
 
 
@@ -61,3 +62,26 @@ def test_the_dense_form_of_a_rotated_tensor_is_the_decoded_one_turned_back() -> 
     assert tensor.rotation is not None
     np.testing.assert_allclose(tensor.rotation.rotate(tensor.dense()), tensor.decode(), atol=1e-5)
     np.testing.assert_array_equal(replace(tensor, rotation=None).dense(), tensor.decode())
+
+
+def test_blocks_count_their_bits_and_decode_to_what_they_were_made_of() -> None:
+    weights = np.arange(-64, 128, dtype=np.float32).reshape(3, 64)
+    tensor = GgmlTensor.encoded(Q8_0, weights, "layer")
+    tensor.check("layer")
+    assert (tensor.shape, tensor.label, tensor.stored_bits) == ((3, 64), "q8_0", 3 * 2 * 34 * 8)
+    # The largest of a block, 31 to 127, sets a step of at most one: half of it and the f16 of the scale are what may be off.
+    assert np.abs(tensor.dense() - weights).max() <= 0.5 + 127 / 2048
+    np.testing.assert_array_equal(tensor.dense(), tensor.decode())
+    with pytest.raises(GeometryError, match=r"^a\.b: q8_0 rows of 96 weights"):
+        replace(tensor, in_features=96).check("a.b")
+    with pytest.raises(GeometryError, match=r"^a\.b: the value at \[0, 0\] is nan"):
+        GgmlTensor.encoded(Q8_0, np.full((1, 32), np.nan, np.float32), "a.b")
+
+
+def test_rows_of_a_tensor_decode_as_in_the_whole() -> None:
+    trellis, blocks = sound(), GgmlTensor.encoded(Q8_0, np.random.default_rng(1).standard_normal((16, 64)).astype(np.float32), "k")
+    dense = DenseTensor(np.arange(48, dtype=np.uint16).reshape(16, 3))
+    for which in (slice(3, 7), np.array([15, 0, 0, 9])):
+        np.testing.assert_array_equal(trellis.rows(which).dense(), trellis.decode()[which])
+        np.testing.assert_array_equal(blocks.rows(which).dense(), blocks.dense()[which])
+        np.testing.assert_array_equal(dense.rows(which).data, dense.data[which])

@@ -51,7 +51,7 @@ def load_window(typing_context: Any, data: Any, byte: Any) -> Any:
     return signature, generate
 
 
-def _fold(builder: ir.IRBuilder, low: ir.Value, high: ir.Value) -> ir.Value:
+def fold(builder: ir.IRBuilder, low: ir.Value, high: ir.Value) -> ir.Value:
     """Sum of the sixteen lanes by halving, in the oracle's order."""
     total, width = builder.fadd(low, high), LANES // 2
     while width > 1:
@@ -79,6 +79,6 @@ def dot(typing_context: Any, w: Any, x: Any, count: Any) -> Any:
                 offset = builder.add(builder.mul(loop.index, ir.Constant(I64, LANES)), ir.Constant(I64, half * LANES // 2))
                 values = [builder.load(builder.bitcast(builder.gep(pointer, [offset]), HALF.as_pointer()), align=4) for pointer in pointers]
                 builder.store(builder.fadd(builder.load(accumulator), builder.fmul(*values)), accumulator)
-        return _fold(builder, builder.load(sums[0]), builder.load(sums[1]))
+        return fold(builder, builder.load(sums[0]), builder.load(sums[1]))
 
     return signature, generate

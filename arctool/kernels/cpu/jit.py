@@ -1,7 +1,8 @@
 """How our numba functions are compiled, cached and run in parallel.
 
 numba's own cache looks only at the file that defines a function, so a changed callee, constant or intrinsic in another file would
-leave a stale kernel behind, and an upgraded wheel with the same file times too. Ours is one directory for each state of the sources.
+leave a stale kernel behind, and an upgraded wheel with the same file times too. Ours is one directory for each state of the sources,
+with files that processes cannot mix up (`jit_cache`).
 
 Parallel kernels use numba's work queue, not OpenMP: a spinning barrier costs a hundred times a kernel's time as soon as a neighbour
 takes a core (14 ms instead of 0.2 ms a call, measured on two cores). The work queue must be entered by one thread at a time: the lock.
@@ -22,14 +23,15 @@ from typing import Any
 from numba import config, njit
 
 from arctool.errors import UsageError
+from arctool.kernels.cpu.jit_cache import KernelCache, unique_name
 
 if "NUMBA_THREADING_LAYER" not in os.environ:
     config.THREADING_LAYER = "workqueue"
 
 _work_queue = threading.Lock()
 
-SOURCES = ("kernels/cpu/*.py", "quant/*.py", "bake/viterbi*.py")
-"""Files whose text can end up in machine code."""
+SOURCES = ("kernels/cpu/*.py", "quant/*.py", "bake/viterbi*.py", "bake/survivor*.py", "bake/ldlq*.py")
+"""Files whose text can end up in machine code. A test holds every user of `jit` to it."""
 
 
 @cache
@@ -65,15 +67,18 @@ def _numba_cache_in(directory: Path) -> Iterator[None]:
 def jit(*, parallel: bool = False) -> Callable[[Callable[..., Any]], Any]:
     """Decorator: compile with numba on first call, without the interpreter lock, cached on disk where that is possible.
 
-    A parallel function is called from Python only, never from another jitted one.
+    A parallel function is called from Python only, never from another jitted one. One that is a closure is compiled anew by each process:
+    numba names the bodies of its loops by an address, which two processes may share.
     """
 
     if config.DISABLE_JIT:
         raise UsageError("NUMBA_DISABLE_JIT is set, and arctool's kernels need the compiler; unset it")
 
     def decorate(function: Callable[..., Any]) -> Any:
+        function.__qualname__ = unique_name(function)
         dispatcher = njit(nogil=True, parallel=parallel)(function)
-        _enable_cache(dispatcher)
+        if not (parallel and function.__closure__):
+            _enable_cache(dispatcher)
         return _one_at_a_time(dispatcher) if parallel else dispatcher
 
     return decorate
@@ -84,7 +89,7 @@ def _enable_cache(dispatcher: Any) -> None:
         directory = cache_directory()
         directory.mkdir(parents=True, exist_ok=True)
         with _numba_cache_in(directory):
-            dispatcher.enable_caching()
+            dispatcher._cache = KernelCache(dispatcher.py_func)  # what `enable_caching` does with numba's own
     except (OSError, RuntimeError):
         # A home that is read-only or unknown costs some seconds of compiling at each start, nothing else.
         return

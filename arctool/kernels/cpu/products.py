@@ -1,20 +1,29 @@
 """The CPU's linear products over prepared weights, in the form in which the registry calls them: f32 arrays in, f32 arrays out.
 
-Joins the jitted kernels to the families of weights; the rotation and the choice between the two products are the registry's.
+Joins the jitted kernels to the families of weights; the rotation of activations and the choice between the two products are the registry's.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from arctool.errors import GeometryError
+from arctool.kernels.cpu.ggml import decode_blocks, fused_blocks
 from arctool.kernels.cpu.linear import decode_trellis, fused_bf16, fused_f32, fused_trellis
+from arctool.kernels.cpu.rotation import restore_output
 from arctool.kernels.policy import PREFILL_TILE
 from arctool.kernels.prepared import Prepared
-from arctool.quant.tensor import DenseTensor, TrellisTensor
+from arctool.quant.tensor import GgmlTensor, TrellisTensor
 
 Array = NDArray[np.float32]
+
+
+TILE_WEIGHTS = 1 << 24
+"""Weights that are decoded for tiles at a time: 64 MB of f32, so that a table over the vocabulary needs no second copy of itself."""
 
 
 def fused(x: Array, prepared: Prepared) -> Array:
@@ -23,7 +32,9 @@ def fused(x: Array, prepared: Prepared) -> Array:
     weight = prepared.weight
     if isinstance(weight, TrellisTensor):
         kernel = fused_trellis(weight.geometry, prepared.kind == "trellis-sum2")
-        kernel(weight.packed, prepared.table, weight.scales, x, weight.in_features, y)
+        kernel(frozen(weight.packed), prepared.table, frozen(weight.scales), x, weight.in_features, y)
+    elif isinstance(weight, GgmlTensor):
+        fused_blocks(weight.type.name)(frozen(weight.data), x, y)
     elif prepared.kind == "dense-bf16":
         fused_bf16(weight.data, x, y)
     else:
@@ -34,14 +45,47 @@ def fused(x: Array, prepared: Prepared) -> Array:
 def decode_into(prepared: Prepared, dense: Array) -> None:
     """Write the weights f32 [out, in] of any kind into `dense`; trellis ones stay in the rotated basis."""
     weight = prepared.weight
-    if isinstance(weight, DenseTensor):
-        if prepared.kind == "dense-bf16":
-            np.left_shift(weight.data.astype(np.uint32), 16, out=dense.view(np.uint32))
-        else:
-            dense[...] = weight.data
-        return
-    kernel = decode_trellis(weight.geometry, prepared.kind == "trellis-sum2")
-    kernel(weight.packed, prepared.table, weight.scales, dense)
+    if isinstance(weight, TrellisTensor):
+        kernel = decode_trellis(weight.geometry, prepared.kind == "trellis-sum2")
+        kernel(frozen(weight.packed), prepared.table, frozen(weight.scales), dense)
+    elif isinstance(weight, GgmlTensor):
+        decode_blocks(weight.type.name)(frozen(weight.data), dense)
+    elif prepared.kind == "dense-bf16":
+        np.left_shift(weight.data.astype(np.uint32), 16, out=dense.view(np.uint32))
+    else:
+        dense[...] = weight.data
+
+
+def gather(prepared: Prepared, ids: NDArray[np.int64]) -> Array:
+    """Rows `ids` of the original matrix, f32 [tokens, in]: the bits of `weight.dense()[ids]`, and no other row is decoded.
+
+    A rotated row is restored in the oracle's order (H_in, S_in, S_out). Raises GeometryError where rows of the trellis are mixed.
+    """
+    rotation = prepared.rotation
+    if rotation is not None and rotation.block_out > 1:
+        raise GeometryError(
+            f"an embedding's rows are read one by one, and this {prepared.weight.label} mixes {rotation.block_out} of them; bake it again"
+        )
+    rows = np.empty((len(ids), prepared.in_features), np.float32)
+    decode_into(prepared.rows(ids), rows)
+    if rotation is not None:
+        restore_output(rows, rotation.signs_in, rotation.block_in)
+        rows *= rotation.signs_out[ids][:, None]
+    return rows
+
+
+def row_parts(prepared: Prepared) -> list[slice]:
+    """The rows in as few runs of at most `TILE_WEIGHTS` weights as it takes, all but equal, so that none is narrow."""
+    rows, in_features = prepared.out_features, prepared.in_features
+    count = min(rows, -(-rows * in_features // TILE_WEIGHTS))
+    return [slice(rows * i // count, rows * (i + 1) // count) for i in range(count)]
+
+
+def frozen(array: NDArray[Any]) -> NDArray[Any]:
+    """A read-only view, as mapped files give them: one machine code of each kernel serves artifacts and memory alike."""
+    view = array.view()
+    view.flags.writeable = False
+    return view
 
 
 def tiles(x: Array, matrix: Array) -> Array:

@@ -1,0 +1,95 @@
+"""Vector IR for rows of GGML blocks: expand a row to f32, and its dot product with one token straight from the bytes.
+
+Both make each weight by the oracle's one operation (code · scale, exact), and `dot_q8_0` takes sums in the order of `ir.dot_oracle`, so it
+has the bits of expanding first. Both trust their callers: the row is whole blocks, its scales are finite.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba.core import cgutils, types
+from numba.extending import intrinsic
+
+from arctool.kernels.cpu.ir import FLOAT, HALF, I32, I64, LANES, fold
+from arctool.quant.ggml import Q8_0
+
+I16 = ir.IntType(16)
+WIDTH = LANES // 2
+CODES = ir.VectorType(ir.IntType(8), WIDTH)
+WIDE = ir.VectorType(I32, WIDTH)
+GROUPS = Q8_0.block // WIDTH
+"""Vectors of eight weights in a block; an even number, so that every block begins at partial sum 0."""
+
+
+def half_to_float(builder: ir.IRBuilder, half: ir.Value) -> ir.Value:
+    """A finite f16, given as i16, as f32; exact. Written out because `fpext half` is a call into a library where F16C is missing."""
+    wide = builder.zext(half, I32)
+    size = builder.and_(wide, I32(0x7FFF))
+    normal = builder.bitcast(builder.add(builder.shl(size, I32(13)), I32(112 << 23)), FLOAT)
+    subnormal = builder.fmul(builder.uitofp(size, FLOAT), ir.Constant(FLOAT, 2.0**-24))
+    magnitude = builder.select(builder.icmp_unsigned("<", size, I32(0x400)), subnormal, normal)
+    sign = builder.shl(builder.and_(wide, I32(0x8000)), I32(16))
+    return builder.bitcast(builder.or_(builder.bitcast(magnitude, I32), sign), FLOAT)
+
+
+def q8_0_weights(builder: ir.IRBuilder, block: ir.Value) -> list[ir.Value]:
+    """The 32 weights of the block at byte pointer `block`, as four vectors of eight."""
+    half = builder.load(builder.bitcast(block, I16.as_pointer()), align=1)
+    undefined = ir.Constant(HALF, ir.Undefined)
+    first = builder.insert_element(undefined, half_to_float(builder, half), I32(0))
+    scale = builder.shuffle_vector(first, undefined, ir.Constant(WIDE, [0] * WIDTH))
+    weights = []
+    for group in range(GROUPS):
+        place = builder.gep(block, [I64(2 + WIDTH * group)])
+        codes = builder.load(builder.bitcast(place, CODES.as_pointer()), align=1)
+        weights.append(builder.fmul(builder.sitofp(builder.sext(codes, WIDE), HALF), scale))
+    return weights
+
+
+def _pointer(context: Any, builder: ir.IRBuilder, kind: Any, value: ir.Value) -> ir.Value:
+    return context.make_array(kind)(context, builder, value).data
+
+
+def _vector(builder: ir.IRBuilder, base: ir.Value, index: ir.Value, group: int) -> ir.Value:
+    """Pointer to the eight f32 of `group` within block `index` of a row that begins at `base`."""
+    offset = builder.add(builder.mul(index, I64(Q8_0.block)), I64(WIDTH * group))
+    return builder.bitcast(builder.gep(base, [offset]), HALF.as_pointer())
+
+
+@intrinsic
+def expand_q8_0(typing_context: Any, row: Any, blocks: Any, out: Any) -> Any:
+    """out[: 32 · blocks] = the f32 weights of `row`: u8 [34 · blocks]."""
+    signature = types.void(row, types.int64, out)
+
+    def generate(context: Any, builder: Any, sig: Any, arguments: Any) -> Any:
+        source = _pointer(context, builder, sig.args[0], arguments[0])
+        target = _pointer(context, builder, sig.args[2], arguments[2])
+        with cgutils.for_range(builder, arguments[1]) as loop:
+            block = builder.gep(source, [builder.mul(loop.index, I64(Q8_0.block_bytes))])
+            for group, weights in enumerate(q8_0_weights(builder, block)):
+                builder.store(weights, _vector(builder, target, loop.index, group), align=4)
+        return context.get_dummy_value()
+
+    return signature, generate
+
+
+@intrinsic
+def dot_q8_0(typing_context: Any, row: Any, blocks: Any, x: Any) -> Any:
+    """Σ w[j]·x[j] over the 32 · `blocks` weights of `row`: u8 [34 · blocks], in the order of `ir.dot_oracle`."""
+    signature = types.float32(row, types.int64, x)
+
+    def generate(context: Any, builder: Any, sig: Any, arguments: Any) -> Any:
+        source = _pointer(context, builder, sig.args[0], arguments[0])
+        token = _pointer(context, builder, sig.args[2], arguments[2])
+        sums = [cgutils.alloca_once_value(builder, ir.Constant(HALF, [0.0] * WIDTH)) for _ in range(2)]
+        with cgutils.for_range(builder, arguments[1]) as loop:
+            block = builder.gep(source, [builder.mul(loop.index, I64(Q8_0.block_bytes))])
+            for group, weights in enumerate(q8_0_weights(builder, block)):
+                x = builder.load(_vector(builder, token, loop.index, group), align=4)
+                total = sums[group % 2]
+                builder.store(builder.fadd(builder.load(total), builder.fmul(weights, x)), total)
+        return fold(builder, builder.load(sums[0]), builder.load(sums[1]))
+
+    return signature, generate

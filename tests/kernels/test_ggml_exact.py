@@ -1,0 +1,158 @@
+"""GGML blocks on the CPU against the numpy oracle, bit for bit: decode, both products, and the promise that company changes nothing."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from arctool.kernels.cpu import products
+from arctool.kernels.cpu.ggml import DOT, EXPAND
+from arctool.kernels.cpu.ir import dot_oracle
+from arctool.kernels.prepared import GGML_KINDS, prepare_dense
+from arctool.kernels.registry import Registry, TokenClass, default_registry
+from arctool.quant.ggml import GGML_TYPES, Q8_0
+from arctool.quant.tensor import DenseTensor, GgmlTensor
+
+HALVES = np.arange(1 << 16, dtype=np.uint16)
+FINITE = HALVES[np.isfinite(HALVES.view(np.float16))]
+
+
+def blocks(rows: int, in_features: int, seed: int = 0) -> GgmlTensor:
+    """Any bytes at all, but for the scales: finite halves of every size and sign."""
+    generator = np.random.default_rng(seed)
+    data = generator.integers(0, 256, (rows, in_features // 32, 34)).astype(np.uint8)
+    data[:, :, :2] = generator.choice(FINITE, (rows, in_features // 32)).astype("<u2")[:, :, None].view(np.uint8)
+    return GgmlTensor(Q8_0, in_features, data.reshape(rows, -1))
+
+
+def gaussian(rows: int, in_features: int, seed: int = 0) -> GgmlTensor:
+    return GgmlTensor.encoded(Q8_0, np.random.default_rng(seed).standard_normal((rows, in_features)).astype(np.float32), "w")
+
+
+def tokens(count: int, in_features: int, seed: int = 1) -> NDArray[np.float32]:
+    return np.random.default_rng(seed).standard_normal((count, in_features)).astype(np.float32)
+
+
+@pytest.fixture(scope="module")
+def registry() -> Registry:
+    return default_registry()
+
+
+def test_every_ggml_type_has_its_row_functions_and_its_kind() -> None:
+    assert set(EXPAND) == set(DOT) == set(GGML_KINDS) == set(GGML_TYPES)
+
+
+def test_every_finite_scale_is_widened_exactly(registry: Registry) -> None:
+    data = np.zeros((len(FINITE), 34), np.uint8)
+    data[:, :2] = FINITE.astype("<u2")[:, None].view(np.uint8)
+    data[:, 2:] = np.tile(np.array([1, 0xFF, 0x80, 0x7F], np.uint8), 8)
+    decoded = registry.decode(GgmlTensor(Q8_0, 32, data))
+    exact = FINITE.view(np.float16).astype(np.float64)
+    for column, code in enumerate((1, -1, -128, 127)):
+        np.testing.assert_array_equal(decoded[:, column].astype(np.float64), exact * code)
+
+
+@pytest.mark.parametrize("in_features", [32, 64, 96, 576, 1536])
+@pytest.mark.parametrize("rows", [1, 15, 16, 17, 40])
+def test_decoding_is_exact_at_any_size(rows: int, in_features: int, registry: Registry) -> None:
+    tensor = blocks(rows, in_features, seed=rows)
+    np.testing.assert_array_equal(registry.decode(tensor).view(np.uint32), tensor.decode().view(np.uint32))
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_decoding_is_exact_on_any_bytes(data: st.DataObject) -> None:
+    count = data.draw(st.integers(1, 5))
+    block = st.tuples(st.sampled_from(FINITE.tolist()), st.binary(min_size=32, max_size=32))
+    raw = b"".join(int(half).to_bytes(2, "little") + codes for half, codes in data.draw(st.lists(block, min_size=count, max_size=count)))
+    tensor = GgmlTensor(Q8_0, 32 * count, np.frombuffer(raw, np.uint8).reshape(1, -1))
+    np.testing.assert_array_equal(default_registry().decode(tensor).view(np.uint32), tensor.decode().view(np.uint32))
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 5])
+@pytest.mark.parametrize("in_features", [32, 64, 160, 576])
+def test_the_fused_product_is_the_oracle_dot_whether_one_token_or_several(count: int, in_features: int, registry: Registry) -> None:
+    tensor, x = gaussian(37, in_features), tokens(count, in_features)
+    expected = np.array([dot_oracle(tensor.dense(), row) for row in x], np.float32).reshape(count, 37)
+    got = registry.linear(torch.from_numpy(x), registry.prepare(tensor), TokenClass.DECODE).numpy()
+    np.testing.assert_array_equal(got.view(np.uint32), expected.view(np.uint32))
+    if count:
+        assert np.abs(got - x @ tensor.dense().T).max() < 1e-3  # and the oracle is a product at all
+
+
+@pytest.mark.parametrize("token_class", list(TokenClass))
+def test_a_tokens_result_does_not_depend_on_its_neighbours(token_class: TokenClass, registry: Registry) -> None:
+    weight, x = registry.prepare(gaussian(192, 576)), tokens(130, 576)
+    alone = np.concatenate([registry.linear(torch.from_numpy(x[i : i + 1]), weight, token_class).numpy() for i in range(130)])
+    assert len(np.unique(alone)) > 1000
+    np.testing.assert_array_equal(alone, registry.linear(torch.from_numpy(x), weight, token_class).numpy())
+
+
+def test_a_prompt_goes_through_tiles_and_stays_within_the_bound_of_f32_accumulation() -> None:
+    registry = default_registry()
+    tensor, x = gaussian(192, 576), tokens(70, 576)
+    got = registry.linear(torch.from_numpy(x), registry.prepare(tensor), TokenClass.PREFILL).numpy()
+    wide = tensor.dense().astype(np.float64)
+    magnitude = np.abs(x).astype(np.float64) @ np.abs(wide).T
+    assert (np.abs(got - x @ wide.T) <= 576 * 2.0**-24 * magnitude).all()  # Higham, §3.1
+    assert registry.engagement() == {"cpu.tiles.ggml-q8_0": 1}
+
+
+def test_bytes_at_any_address_and_of_a_read_only_map_give_the_same(registry: Registry) -> None:
+    tensor, x = gaussian(20, 96), torch.from_numpy(tokens(1, 96))
+    expected = registry.linear(x, registry.prepare(tensor), TokenClass.DECODE)
+    for offset in range(4):
+        raw = bytes(offset) + tensor.data.tobytes()
+        view = np.frombuffer(raw, np.uint8)[offset:].reshape(tensor.data.shape)
+        assert not view.flags.writeable
+        moved = GgmlTensor(Q8_0, 96, view)
+        assert torch.equal(registry.linear(x, registry.prepare(moved), TokenClass.DECODE), expected)
+        np.testing.assert_array_equal(registry.decode(moved), tensor.decode())
+    wider = np.zeros((20, 3 * 34 + 5), np.uint8)
+    wider[:, : 3 * 34] = tensor.data
+    assert torch.equal(registry.linear(x, registry.prepare(GgmlTensor(Q8_0, 96, wider[:, :102])), TokenClass.DECODE), expected)
+
+
+def test_a_weight_with_an_infinite_scale_is_refused_when_it_is_prepared(registry: Registry) -> None:
+    tensor = gaussian(2, 64)
+    data = tensor.data.copy()
+    data[1, 34:36] = (0, 0x7C)
+    with pytest.raises(Exception, match="the q8_0 scale of row 1, block 1 is not finite"):
+        registry.prepare(GgmlTensor(Q8_0, 64, data))
+
+
+def test_a_large_table_is_tiled_in_nearly_equal_parts_that_bound_the_scratch(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensor, x = gaussian(1000, 64), torch.from_numpy(tokens(70, 64))
+    whole = default_registry().linear(x, default_registry().prepare(tensor), TokenClass.PREFILL).numpy()
+    monkeypatch.setattr(products, "TILE_WEIGHTS", 10_000)
+    parts = products.row_parts(default_registry().prepare(tensor))
+    assert [part.start for part in parts] == [0, *(part.stop for part in parts[:-1])]
+    assert parts[-1].stop == 1000
+    assert {part.stop - part.start for part in parts} == {142, 143}  # seven parts of at most 10,000 weights
+    sizes = []
+
+    def spy(prepared: object, dense: NDArray[np.float32]) -> None:
+        sizes.append(dense.size)
+        honest(prepared, dense)  # type: ignore[arg-type]
+
+    honest = products.decode_into
+    monkeypatch.setattr("arctool.kernels.registry.decode_into", spy)
+    registry = default_registry()
+    weight = registry.prepare(tensor)
+    np.testing.assert_allclose(registry.linear(x, weight, TokenClass.PREFILL).numpy(), whole, rtol=1e-5, atol=1e-5)
+    assert len(sizes) == 2 + 7  # the self-check of both heights, then the product
+    assert max(sizes) <= 10_000
+    registry.linear(x, weight, TokenClass.PREFILL)
+    assert len(sizes) == 2 + 7 + 7
+    alone = np.concatenate([registry.linear(x[i : i + 1], weight, TokenClass.PREFILL).numpy() for i in range(70)])
+    np.testing.assert_array_equal(alone, registry.linear(x, weight, TokenClass.PREFILL).numpy())
+
+
+def test_no_part_is_empty_where_rows_are_longer_than_a_tile(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "TILE_WEIGHTS", 10)
+    prepared = prepare_dense(DenseTensor(np.ones((3, 64), np.float32)))
+    assert [(part.start, part.stop) for part in products.row_parts(prepared)] == [(0, 1), (1, 2), (2, 3)]
