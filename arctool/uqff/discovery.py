@@ -35,6 +35,11 @@ class Found:
     output: Output | None
 
 
+def is_artifact(path: Path) -> bool:
+    """Whether `path` looks like one: a `.uqff` file, or a directory that holds one. Says nothing of its soundness."""
+    return path.suffix == ".uqff" or (path.is_dir() and any(path.glob("*.uqff")))
+
+
 def discover(path: Path) -> Found:
     """The artifact that `path` (directory, shard or report) means. Raises StorageError, UsageError, FormatError."""
     with storage_errors(path, "read"):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from tiny_models import DirectorySource, Reference, random_ids
 
-from arctool.errors import RequestError
+from arctool.errors import RequestError, VerificationError
 from arctool.kernels.registry import Registry
 from arctool.run import evaluate
 from arctool.run.weights import load_model
@@ -52,3 +53,27 @@ def test_nothing_to_predict_is_refused(llama: DirectorySource, registry: Registr
 def test_a_window_past_the_context_is_refused(llama: DirectorySource, registry: Registry) -> None:
     with pytest.raises(RequestError, match="257 tokens exceed the model's context of 256"):
         evaluate.logits(load_model(llama, registry), [5] * 257)
+
+
+@pytest.mark.parametrize("token", [-1, 512])
+def test_a_token_out_of_the_vocabulary_is_refused(llama: DirectorySource, registry: Registry, token: int) -> None:
+    with pytest.raises(RequestError, match=f"expected tokens from 0 to 511, found {token}"):
+        evaluate.logits(load_model(llama, registry), [5, token])
+
+
+def test_windows_are_cut_one_after_the_other_and_each_may_have_an_opening() -> None:
+    ids = list(range(10, 20))
+    assert evaluate.cut_windows(ids, 4) == ((10, 11, 12, 13), (14, 15, 16, 17), (18, 19))
+    assert evaluate.cut_windows(ids, 3) == ((10, 11, 12), (13, 14, 15), (16, 17, 18))
+    assert evaluate.cut_windows(ids, 4, [1]) == ((1, 10, 11, 12), (1, 13, 14, 15), (1, 16, 17, 18), (1, 19))
+    assert evaluate.cut_windows([7], 4, [1]) == ((1, 7),)
+    for tokens, window, opening in ((ids, 1, []), ([7], 4, []), ([], 4, [1, 2]), (ids, 2, [1, 2])):
+        with pytest.raises(RequestError, match="expected at least 2 tokens and windows of at least"):
+            evaluate.cut_windows(tokens, window, opening)
+
+
+def test_a_logit_that_is_not_finite_is_named(llama: DirectorySource, registry: Registry) -> None:
+    model = load_model(llama, registry)
+    loud = replace(model, norm=replace(model.norm, gain=model.norm.gain * 1e38))
+    with pytest.raises(VerificationError, match=r"^ids: after token 0 the logit of entry \d+ is -?inf"):
+        evaluate.token_logprobs(loud, random_ids(1, 20))

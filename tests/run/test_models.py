@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from tiny_models import DirectorySource, Reference, random_ids
 
 from arctool.errors import FormatError, SourceError
-from arctool.kernels.registry import Prepared, Registry, TokenClass, default_registry
+from arctool.kernels.registry import Registry, TokenClass, default_registry
 from arctool.quant.codebooks import RUNGS, Codebook
-from arctool.quant.tensor import DenseTensor, TrellisTensor
+from arctool.quant.hadamard import Rotation
+from arctool.quant.tensor import TrellisTensor
 from arctool.run import evaluate
 from arctool.run.config import ModelConfig
 from arctool.run.dialects import DIALECTS
@@ -162,25 +162,21 @@ def test_a_missing_bias_and_one_of_wrong_shape_are_refused_by_name(tiny_checkpoi
         load_model(_Changed(source, {key: np.ones(1, np.float32)}), registry)
 
 
-def test_an_embedding_that_no_kernel_reads_is_refused_by_name_when_the_model_loads(
-    llama: DirectorySource, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(("mixed", "label"), [(True, "trellis-k8v2l16-sum2"), (False, "")])
+def test_an_embedding_whose_rows_are_mixed_is_refused_by_name_when_the_model_loads(llama: DirectorySource, mixed: bool, label: str) -> None:
     geometry = RUNGS["qtip4b"].geometry
     streams = np.zeros((512, geometry.stride(64)), np.uint8)
-    table = TrellisTensor(geometry, Codebook("sum2"), 64, streams, np.ones(512, np.float32), None)
+    rotation = Rotation.seeded(0, "model.embed_tokens", 512, 64, mix_rows=mixed)
+    table = TrellisTensor(geometry, Codebook("sum2"), 64, streams, np.ones(512, np.float32), rotation)
 
     class TrellisTable(_Changed):
         def weight(self, key: str) -> Any:
             return table if key == "model.embed_tokens" else super().weight(key)
 
-    def dense_only(self: Registry, ids: torch.Tensor, weight: Prepared) -> torch.Tensor:
-        if not isinstance(weight.weight, DenseTensor):
-            raise TypeError("dense only")
-        return torch.zeros(len(ids), 64)
-
-    monkeypatch.setattr(Registry, "embedding", dense_only)
-    load_model(llama, default_registry())
-    with pytest.raises(FormatError, match=r"^model\.embed_tokens\.weight: no kernel .* stored as trellis-k8v2l16-sum2: dense only"):
+    if mixed:
+        with pytest.raises(FormatError, match=rf"^model\.embed_tokens\.weight: no kernel .* this {label} mixes 128 of them"):
+            load_model(TrellisTable(llama, {}), default_registry())
+    else:
         load_model(TrellisTable(llama, {}), default_registry())
 
 
