@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from arctool.bake.rounding import RoundedLayer, RungTools
 from arctool.errors import StorageError
@@ -27,6 +28,7 @@ from arctool.uqff.locks import is_at, try_lock
 
 HEADER = "bake.json"
 SUFFIX = ".layer"
+ARRAY_SUFFIX = ".array"
 DIGEST_BYTES = hashlib.sha256().digest_size
 
 
@@ -56,8 +58,8 @@ class Journal:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._leave()
 
-    def load(self, index: int, key: str, shape: tuple[int, ...], tools: RungTools, seed: int) -> RoundedLayer | None:
-        """Layer `index` if it was finished and its file is whole, else None. Rotation and table are remade, not stored."""
+    def load(self, index: int, shape: tuple[int, ...], tools: RungTools, rotation: Rotation) -> RoundedLayer | None:
+        """Layer `index` if it was finished and its file is whole, else None. Rotation and table are given, not stored."""
         path = self._file(index)
         if not path.is_file():
             return None
@@ -68,18 +70,44 @@ class Journal:
             return None
         with np.load(io.BytesIO(body), allow_pickle=False) as stored:
             packed, scales, error = stored["packed"], stored["scales"], float(stored["error"])
-        tensor = TrellisTensor(
-            tools.rung.geometry, tools.codebook, shape[1], packed, scales, Rotation.seeded(seed, key, shape[0], shape[1])
-        )
+            proxy, note, dropped = float(stored["proxy"]), str(stored["note"]), int(stored["dropped"])
+        tensor = TrellisTensor(tools.rung.geometry, tools.codebook, shape[1], packed, scales, rotation)
         tensor.check(str(path))
-        return RoundedLayer(tensor, error)
+        return RoundedLayer(tensor, error, None if np.isnan(proxy) else proxy, note or None, dropped)
 
     def store(self, index: int, layer: RoundedLayer) -> None:
         """Keep a finished layer. Raises StorageError."""
         buffer = io.BytesIO()
-        np.savez(buffer, packed=layer.tensor.packed, scales=layer.tensor.scales, error=np.float64(layer.relative_error))
+        proxy = np.nan if layer.proxy_error is None else layer.proxy_error
+        np.savez(
+            buffer,
+            packed=layer.tensor.packed,
+            scales=layer.tensor.scales,
+            error=np.float64(layer.relative_error),
+            proxy=np.float64(proxy),
+            note=np.str_(layer.note or ""),
+            dropped=np.int64(layer.dropped),
+        )
         body = buffer.getvalue()
-        self._write(self._file(index), self._digest(index, body) + body)
+        self._write(self._file(index), self._digest(index, body), body)
+
+    def store_array(self, name: str, index: int, values: NDArray[Any]) -> None:
+        """Keep an array that a resumed bake needs besides its layers, in place of the one that had this name. Raises StorageError."""
+        body = np.ascontiguousarray(values).data.cast("B")
+        self._write(self.directory / f"{name}{ARRAY_SUFFIX}", self._digest(index, body, name), index.to_bytes(8, "little"), body)
+
+    def load_array(self, name: str, into: NDArray[Any]) -> int | None:
+        """Fill `into` with the array of this name and give its index; None, and `into` untouched, if there is none that is whole."""
+        path = self.directory / f"{name}{ARRAY_SUFFIX}"
+        if not path.is_file() or path.stat().st_size != DIGEST_BYTES + 8 + into.nbytes:
+            return None
+        with storage_errors(path, "read"), path.open("rb") as file:
+            digest, index = file.read(DIGEST_BYTES), int.from_bytes(file.read(8), "little")
+            found = np.fromfile(file, into.dtype, into.size).reshape(into.shape)
+        if self._digest(index, found.data.cast("B"), name) != digest:
+            return None
+        into[...] = found
+        return index
 
     def finished(self) -> int:
         """How many layers are kept."""
@@ -130,17 +158,19 @@ class Journal:
             os.close(self._lock)
             self._lock = None
 
-    def _digest(self, index: int, body: bytes) -> bytes:
-        """Of a layer's bytes and of what they are: a file that strayed in from another place or bake does not fit."""
-        return hashlib.sha256(self._identity + index.to_bytes(8, "little") + body).digest()
+    def _digest(self, index: int, body: bytes | memoryview, name: str = "") -> bytes:
+        """Of a layer's or an array's bytes and of what they are: a file that strayed in from another place or bake does not fit."""
+        digest = hashlib.sha256(self._identity + index.to_bytes(8, "little") + name.encode())
+        digest.update(body)
+        return digest.digest()
 
     def _file(self, index: int) -> Path:
         return self.directory / f"{index:05d}{SUFFIX}"
 
-    def _write(self, final: Path, data: bytes) -> None:
+    def _write(self, final: Path, *parts: bytes | memoryview) -> None:
         temporary = final.with_name(f"{final.name}.part")
         try:
-            write_file(temporary, data)
+            write_file(temporary, *parts)
             with storage_errors(final, "write"):
                 os.replace(temporary, final)
                 sync_directory(self.directory)

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from arctool.errors import FormatError, SourceError
+from arctool.errors import FormatError, GeometryError, SourceError
 from arctool.kernels.registry import Prepared, Registry
 from arctool.quant.tensor import DenseTensor, Weight
 from arctool.run.config import ModelConfig
@@ -71,10 +71,8 @@ class _Loader:
         try:
             # Asks the kernel itself what it can read; a registry of its own, because a probe is no engagement.
             Registry(self.registry.implementations).embedding(torch.zeros(1, dtype=torch.int64), table)
-        except TypeError as error:
-            stored = table.weight
-            found = stored.data.dtype if isinstance(stored, DenseTensor) else stored.label
-            raise FormatError(f"{EMBEDDING_KEY}.weight: no kernel here reads an embedding stored as {found}: {error}") from error
+        except GeometryError as error:
+            raise FormatError(f"{EMBEDDING_KEY}.weight: no kernel here reads this embedding: {error}") from error
         return Embedding(self.registry, table)
 
     def head(self) -> Linear:

@@ -163,7 +163,7 @@ def test_the_licence_comes_from_the_model_card_or_the_licence_file(
 ) -> None:
     directory = copy_checkpoint("llama")
     (directory / file).write_bytes(text.encode())
-    assert open_checkpoint(str(directory)).licence == licence
+    assert open_checkpoint(str(directory)).terms.licence == licence
 
 
 # ---- the fingerprint

@@ -19,6 +19,7 @@ from tokenizers import Tokenizer
 from arctool.bake.checkpoint import open_checkpoint
 from arctool.bake.gguf_file import GgufArray, read_gguf
 from arctool.bake.gguf_source import deinterleave, frequency_factors
+from arctool.bake.terms import Terms
 from arctool.errors import SourceError
 
 TEXTS = (
@@ -45,7 +46,7 @@ def test_a_gguf_file_gives_the_tensors_of_the_checkpoint_it_was_made_from(
 def test_a_gguf_file_gives_the_same_model_config_as_the_checkpoint(arch: str, tiny_checkpoints: dict[str, Path], tmp_path: Path) -> None:
     checkpoint = open_checkpoint(str(write_gguf(tiny_checkpoints[arch], tmp_path / "m.gguf", arch)))
     assert checkpoint.config == open_checkpoint(str(tiny_checkpoints[arch])).config
-    assert checkpoint.licence == "apache-2.0"
+    assert checkpoint.terms.licence == "apache-2.0"
     assert json.loads(checkpoint.assets["generation_config.json"]) == {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2}
 
 
@@ -283,7 +284,7 @@ def test_smollm2_from_gguf_has_the_published_tokenizer(smollm2_gguf: Path, smoll
     assert tokenizer.decode([504, 3575, 282, 4649, 314, 7042, 30, 2], skip_special_tokens=True) == "The capital of France is Paris."
     directory = open_checkpoint(str(smollm2_dir))
     assert directory.config == checkpoint.config
-    assert checkpoint.licence == directory.licence == "apache-2.0"
+    assert checkpoint.terms == directory.terms == Terms("apache-2.0")
     name = "model.layers.29.self_attn.k_proj.weight"
     difference = np.abs(directory.tensor(name) - checkpoint.tensor(name))
     assert difference.max() <= np.abs(checkpoint.tensor(name)).max() / 256

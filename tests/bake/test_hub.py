@@ -36,7 +36,7 @@ import json, sys
 from arctool.bake.checkpoint import open_checkpoint
 checkpoint = open_checkpoint(sys.argv[1])
 total = float(checkpoint.tensor("model.norm.weight").sum())
-print(json.dumps({"names": len(checkpoint.names()), "licence": checkpoint.licence, "origin": checkpoint.origin, "sum": total}))
+print(json.dumps({"names": len(checkpoint.names()), "licence": checkpoint.terms.licence, "origin": checkpoint.origin, "sum": total}))
 """
 
 

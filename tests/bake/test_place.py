@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from arctool.bake import pipeline, place, provenance
+from arctool.bake import calibrated, pipeline, place, provenance
 from arctool.bake.checkpoint import open_checkpoint
 from arctool.bake.pipeline import BakeResult, bake
 from arctool.bake.place import peak_bytes
@@ -59,9 +59,9 @@ def test_an_artifact_whose_report_is_damaged_is_neither_finished_nor_replaced(ti
 def test_another_algorithm_is_another_bake(tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     report = baked(tiny_llama, tmp_path / "a").report
     assert verify(tmp_path / "a").container.passed
-    assert json.loads((tmp_path / "a" / "uqff_report.json").read_text())["arctool"]["algorithm"] == provenance.ALGORITHM
+    assert json.loads((tmp_path / "a" / "uqff_report.json").read_text())["arctool"]["algorithm"] == provenance.ROUNDING
     assert baked(tiny_llama, tmp_path / "a").report == report
-    monkeypatch.setattr(provenance, "ALGORITHM", "round-rows-0")
+    monkeypatch.setattr(provenance, "ROUNDING", "round-rows-0")
     with pytest.raises(StorageError, match="already exists and is not this bake's"):
         baked(tiny_llama, tmp_path / "a")
 
@@ -142,11 +142,11 @@ def test_a_disk_that_is_clearly_too_small_is_named_before_the_first_layer(
     def free(blocks: int) -> None:
         monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bfree=blocks, f_frsize=1, f_blocks=1 << 40))
 
-    monkeypatch.setattr(pipeline, "round_layer", None)
-    # Two layers of seven matrices, 4 bits a weight and a scale a row, three times; embedding and head in bf16, twice.
+    monkeypatch.setattr(calibrated, "round_layer", None)
+    # Two layers of seven matrices, 4 bits a weight and a scale a row, three times; embedding and head in blocks of 34 bytes, twice.
     shapes = [(64, 64), (32, 64), (32, 64), (64, 64), (96, 64), (96, 64), (64, 96)]
     quantised = 2 * sum(rows * (columns // 2 + 4) for rows, columns in shapes)
-    need = 3 * quantised + 2 * (2 * 2 * 512 * 64)
+    need = 3 * quantised + 2 * (2 * 512 * 2 * 34)
     free(need - 1)
     with pytest.raises(StorageError, match=rf"/a: cannot write: No space left on device.* {need} bytes .* {need - 1} are free"):
         baked(tiny_llama, tmp_path / "a")

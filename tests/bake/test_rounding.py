@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from arctool.bake.rounding import GAIN_FACTORS, RungTools, excess_exponent, round_layer, round_rows, search_scales
 from arctool.errors import SourceError
@@ -17,13 +18,17 @@ from arctool.quant.hadamard import Rotation
 LAYER = np.random.default_rng(0).standard_normal((70, 192)).astype(np.float32)
 
 
+def rotation(seed: int, weight: NDArray[np.float32] = LAYER) -> Rotation:
+    return Rotation.seeded(seed, "layer", *weight.shape)
+
+
 @pytest.mark.parametrize("name", ["qtip2-v4", "qtip4b"])
 def test_any_number_of_threads_gives_the_same_bytes(name: str) -> None:
     tools = RungTools.of(RUNGS[name])
     results = []
     for jobs in (1, 2, 5):
         with ThreadPoolExecutor(jobs) as pool:
-            results.append(round_layer(LAYER, "layer", tools, 3, pool))
+            results.append(round_layer(LAYER, "layer", tools, rotation(3), pool))
     for other in results[1:]:
         np.testing.assert_array_equal(results[0].tensor.packed, other.tensor.packed)
         np.testing.assert_array_equal(results[0].tensor.scales, other.tensor.scales)
@@ -33,7 +38,7 @@ def test_any_number_of_threads_gives_the_same_bytes(name: str) -> None:
 def test_the_reported_error_is_that_of_the_decoded_layer() -> None:
     tools = RungTools.of(RUNGS["qtip3"])
     with ThreadPoolExecutor(2) as pool:
-        layer = round_layer(LAYER, "layer", tools, 0, pool)
+        layer = round_layer(LAYER, "layer", tools, rotation(0), pool)
     error = ((layer.tensor.dense().astype(np.float64) - LAYER) ** 2).sum() / (LAYER.astype(np.float64) ** 2).sum()
     assert layer.relative_error == pytest.approx(error, rel=1e-4)
     assert 0.01 < error < 0.03
@@ -42,7 +47,7 @@ def test_the_reported_error_is_that_of_the_decoded_layer() -> None:
 def test_another_seed_rotates_otherwise() -> None:
     tools = RungTools.of(RUNGS["qtip2-v4"])
     with ThreadPoolExecutor(1) as pool:
-        first, second = (round_layer(LAYER, "layer", tools, seed, pool) for seed in (0, 1))
+        first, second = (round_layer(LAYER, "layer", tools, rotation(seed), pool) for seed in (0, 1))
     assert not np.array_equal(first.tensor.packed, second.tensor.packed)
 
 
@@ -90,10 +95,10 @@ def test_a_layer_of_huge_weights_is_rounded_as_the_same_layer_scaled_down() -> N
     """A row along the rotation's own signs sums up to 64 times its values, beyond f32. A power of two is nothing but an exponent."""
     tools = RungTools.of(RUNGS["qtip4"])
     weight = LAYER / 64
-    weight[5] += Rotation.seeded(3, "layer", *weight.shape).signs_in
+    weight[5] += rotation(3).signs_in
     with ThreadPoolExecutor(1) as pool:
-        plain = round_layer(weight, "layer", tools, 3, pool)
-        huge = round_layer(np.ldexp(weight, 123), "layer", tools, 3, pool)
+        plain = round_layer(weight, "layer", tools, rotation(3), pool)
+        huge = round_layer(np.ldexp(weight, 123), "layer", tools, rotation(3), pool)
     np.testing.assert_array_equal(huge.tensor.packed, plain.tensor.packed)
     np.testing.assert_array_equal(huge.tensor.scales, np.ldexp(plain.tensor.scales, 123))
     assert huge.relative_error == plain.relative_error
@@ -105,7 +110,7 @@ def test_a_layer_of_huge_weights_is_rounded_as_the_same_layer_scaled_down() -> N
 def test_a_layer_that_f32_cannot_hold_once_it_is_rotated_is_refused_by_name(largest: float) -> None:
     weight = np.full((64, 64), largest, np.float32)
     with ThreadPoolExecutor(1) as pool, pytest.raises(SourceError, match=r"^a\.b\.weight: holds values up to 3\.4e\+38"):
-        round_layer(weight, "a.b", RungTools.of(RUNGS["qtip4"]), 0, pool)
+        round_layer(weight, "a.b", RungTools.of(RUNGS["qtip4"]), rotation(0, weight), pool)
 
 
 def test_denormal_weights_are_not_scaled() -> None:
@@ -130,11 +135,11 @@ def test_after_the_rotation_no_second_copy_of_the_layer_is_made(monkeypatch: pyt
     monkeypatch.setattr(Rotation, "rotate", then_reset)
     peaks: list[int] = []
     with ThreadPoolExecutor(1) as pool:
-        round_layer(weight[:2], "layer", tools, 0, pool)  # compiled before anything is measured
+        round_layer(weight[:2], "layer", tools, rotation(0, weight[:2]), pool)  # compiled before anything is measured
         peaks.clear()
         tracemalloc.start()
         try:
-            round_layer(weight, "layer", tools, 0, pool)
+            round_layer(weight, "layer", tools, rotation(0, weight), pool)
             peaks.append(tracemalloc.get_traced_memory()[1])
         finally:
             tracemalloc.stop()
@@ -148,8 +153,9 @@ def test_after_the_rotation_no_second_copy_of_the_layer_is_made(monkeypatch: pyt
 def test_the_packed_bytes_and_scales_of_a_fixed_matrix_are_golden(name: str) -> None:
     """Multiples of 1/8 in a fixed pattern, so that no generator and no library decides what is baked."""
     matrix = ((np.arange(6 * 32).reshape(6, 32) * 37 % 41) - 20).astype(np.float32) / 8
+    signs = Rotation.seeded(0, "model.layers.0.self_attn.q_proj", *matrix.shape)
     with ThreadPoolExecutor(1) as pool:
-        tensor = round_layer(matrix, "model.layers.0.self_attn.q_proj", RungTools.of(RUNGS[name]), 0, pool).tensor
+        tensor = round_layer(matrix, "a.b", RungTools.of(RUNGS[name]), signs, pool).tensor
     digests = [hashlib.sha256(data).hexdigest()[:16] for data in (tensor.packed.tobytes(), tensor.scales.astype("<f4").tobytes())]
     assert tuple(digests) == GOLDEN[name]
 

@@ -14,7 +14,7 @@ import torch
 
 from arctool.kernels.registry import TokenClass
 from arctool.run.kv.cache import KVCache
-from arctool.run.layers.linear import Linear
+from arctool.run.layers.linear import Projection
 from arctool.run.layers.rmsnorm import RMSNorm
 from arctool.run.layers.rope import rotate
 from arctool.run.step import Span, StepInputs
@@ -31,21 +31,24 @@ class Attention:
     layer: int
     head_dim: int
     window: int | None
-    q: Linear
-    k: Linear
-    v: Linear
-    o: Linear
+    q: Projection
+    k: Projection
+    v: Projection
+    o: Projection
     q_norm: RMSNorm | None = None
     k_norm: RMSNorm | None = None
 
     def __call__(self, x: torch.Tensor, step: StepInputs, rotation: tuple[torch.Tensor, torch.Tensor], cache: KVCache) -> torch.Tensor:
         """x: f32 [tokens, hidden] → f32 [tokens, hidden]; the step's keys and values are in `cache` afterwards."""
+        return self.o(self.mix(x, step, rotation, cache), step.rows)
+
+    def mix(self, x: torch.Tensor, step: StepInputs, rotation: tuple[torch.Tensor, torch.Tensor], cache: KVCache) -> torch.Tensor:
+        """What the output projection reads: f32 [tokens, heads · head_dim]; the step's keys and values are in `cache` afterwards."""
         queries, keys, values = (proj(x, step.rows).unflatten(-1, (-1, self.head_dim)) for proj in (self.q, self.k, self.v))
         if self.q_norm is not None and self.k_norm is not None:
             queries, keys = self.q_norm(queries), self.k_norm(keys)
         cache.write(self.layer, step.slots, rotate(keys, rotation), values)
-        mixed = attend(rotate(queries, rotation), step, self.layer, self.window, cache)
-        return self.o(mixed.flatten(1), step.rows)
+        return attend(rotate(queries, rotation), step, self.layer, self.window, cache).flatten(1)
 
 
 def attend(queries: torch.Tensor, step: StepInputs, layer: int, window: int | None, cache: KVCache) -> torch.Tensor:

@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
 from arctool.kernels.registry import Prepared, Registry, TokenClass
 from arctool.run.step import Rows
+
+
+class Projection(Protocol):
+    """What a block asks of its linear layers; calibration puts others than `Linear` in their place."""
+
+    def __call__(self, x: torch.Tensor, rows: Rows) -> torch.Tensor:
+        """x: f32 [rows, in] → f32 [rows, out]."""
+        ...
 
 
 @dataclass(frozen=True)

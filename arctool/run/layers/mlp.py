@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from arctool.run.layers.linear import Linear
+from arctool.run.layers.linear import Projection
 from arctool.run.step import Rows
 
 
@@ -23,10 +23,14 @@ def silu(x: torch.Tensor) -> torch.Tensor:
 class SwiGLU:
     """down(silu(gate(x)) · up(x))."""
 
-    gate: Linear
-    up: Linear
-    down: Linear
+    gate: Projection
+    up: Projection
+    down: Projection
 
     def __call__(self, x: torch.Tensor, rows: Rows) -> torch.Tensor:
         """x: f32 [tokens, hidden] → f32 [tokens, hidden]."""
-        return self.down(silu(self.gate(x, rows)) * self.up(x, rows), rows)
+        return self.down(self.inner(x, rows), rows)
+
+    def inner(self, x: torch.Tensor, rows: Rows) -> torch.Tensor:
+        """What the down projection reads: f32 [tokens, intermediate]."""
+        return silu(self.gate(x, rows)) * self.up(x, rows)

@@ -10,7 +10,7 @@ import torch
 from arctool.run.config import ModelConfig
 from arctool.run.kv.cache import KVCache
 from arctool.run.layers.attention import Attention
-from arctool.run.layers.linear import Embedding, Linear
+from arctool.run.layers.linear import Embedding, Projection
 from arctool.run.layers.mlp import SwiGLU
 from arctool.run.layers.rmsnorm import RMSNorm
 from arctool.run.layers.rope import RopeTable
@@ -21,13 +21,13 @@ from arctool.run.step import StepInputs
 class Parts(Protocol):
     """The loaded parts of a model, by module path; what `Architecture.build` puts together."""
 
-    def linear(self, key: str) -> Linear: ...
+    def linear(self, key: str) -> Projection: ...
 
     def norm(self, key: str) -> RMSNorm: ...
 
     def embedding(self) -> Embedding: ...
 
-    def head(self) -> Linear: ...
+    def head(self) -> Projection: ...
 
 
 @dataclass(frozen=True)
@@ -53,20 +53,25 @@ class CausalLM:
     embedding: Embedding
     blocks: tuple[Block, ...]
     norm: RMSNorm
-    head: Linear
+    head: Projection
     rope: RopeTable
 
     @torch.inference_mode()
     def __call__(self, step: StepInputs, cache: KVCache) -> torch.Tensor:
         """Run one step; returns the logits f32 [step.logit_rows.total, vocab] of the rows that need them."""
+        wanted = self.states(step, cache)
+        if not step.logit_rows.total:
+            return wanted.new_empty((0, self.config.vocab_size))
+        return self.head(wanted, step.logit_rows)
+
+    @torch.inference_mode()
+    def states(self, step: StepInputs, cache: KVCache) -> torch.Tensor:
+        """Run one step up to the head: what the head reads, f32 [step.logit_rows.total, hidden]."""
         rotation = self.rope.at(step.positions)
         x = self.embedding(step.ids)
         for block in self.blocks:
             x = block(x, step, rotation, cache)
-        wanted = self.norm(x[step.logit_indices])
-        if not step.logit_rows.total:
-            return wanted.new_empty((0, self.config.vocab_size))
-        return self.head(wanted, step.logit_rows)
+        return self.norm(x[step.logit_indices])
 
 
 def assemble(config: ModelConfig, parts: Parts, blocks: tuple[Block, ...]) -> CausalLM:
