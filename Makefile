@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 RUNG   ?= qtip4
+CALIB_TOKENS ?= 8192
 MODEL  := models/smollm2-135m
 BAKED  := artifacts/smollm2-135m-$(RUNG)
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
@@ -23,7 +24,7 @@ $(VENV)/.ready-dev: $(VENV)/.ready
 # A real model, baked to 4 bits, proven, and asked a question.
 demo: $(VENV)/.ready
 	$(BIN)/python fixtures/make_smollm2.py --out models
-	$(BIN)/arctool bake $(MODEL) --isq $(RUNG) --output $(BAKED)
+	$(BIN)/arctool bake $(MODEL) --isq $(RUNG) --calib-tokens $(CALIB_TOKENS) --output $(BAKED)
 	$(BIN)/arctool verify $(BAKED) --source $(MODEL)
 	$(BIN)/arctool run $(BAKED) --prompt "What is the capital of France?" --temperature 0
 
@@ -36,6 +37,7 @@ lint: $(VENV)/.ready-dev
 	$(BIN)/mypy
 
 bench: $(VENV)/.ready-dev
+	$(BIN)/arctool bench bake
 	$(BIN)/python -m arctool.bench.kernels
 
 clean:

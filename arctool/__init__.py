@@ -1,9 +1,10 @@
 """arctool: bake a checkpoint to a 2-4 bit trellis artifact, prove it bit by bit, and run it.
 
-from arctool import LLM, SamplingParams, bake_model, verify
+from arctool import LLM, SamplingParams, bake_model, evaluate, verify
 
 bake_model("HuggingFaceTB/SmolLM2-135M-Instruct", "SmolLM2-135M-Instruct-qtip4", "qtip4")
 assert verify("SmolLM2-135M-Instruct-qtip4").passed
+print(evaluate("SmolLM2-135M-Instruct-qtip4", against="HuggingFaceTB/SmolLM2-135M-Instruct").rows[0].comparison)
 llm = LLM("SmolLM2-135M-Instruct-qtip4")
 print(llm.chat([{"role": "user", "content": "What is the capital of France?"}], SamplingParams(temperature=0)).text)
 """
@@ -14,7 +15,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from arctool.api import bake_model, verify
+    from arctool.api import bake_model, evaluate, verify
     from arctool.run.llm import LLM
     from arctool.run.sampling_params import SamplingParams
 
@@ -22,12 +23,13 @@ if TYPE_CHECKING:
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "SamplingParams", "__version__", "bake_model", "verify"]
+__all__ = ["LLM", "SamplingParams", "__version__", "bake_model", "evaluate", "verify"]
 
 _PUBLIC = {
     "LLM": "arctool.run.llm",
     "SamplingParams": "arctool.run.sampling_params",
     "bake_model": "arctool.api",
+    "evaluate": "arctool.api",
     "verify": "arctool.api",
 }
 

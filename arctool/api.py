@@ -1,21 +1,29 @@
-"""The public verbs of the package, each a whole task: bake a model, verify an artifact. `arctool.LLM` is the third.
+"""The public verbs of the package, each a whole task: bake a model, verify an artifact, evaluate models. `arctool.LLM` is the fourth.
 
 Joins the rooms below; shows nothing and parses no command line. The command line is a thin skin on this file.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from arctool.bake import pipeline
+from arctool.bake.budget import bake_to_budget
+from arctool.bake.calibration_set import CALIB_TOKENS, choose_calibration
+from arctool.bake.calibration_text import AUTO
 from arctool.bake.checkpoint import open_checkpoint
+from arctool.bake.choices import choice
 from arctool.bake.codebook_training import PLANS, gaussian_table
-from arctool.bake.recipe import Recipe, load_recipe
+from arctool.bake.need import check_bpw
+from arctool.bake.recipe import RecipeFile, read_recipe
+from arctool.bench import evaluation, plot
+from arctool.bench.reading import DEFAULT_TOKENS
 from arctool.errors import FormatError, SourceError, UsageError
 from arctool.kernels.decoders import decoders
 from arctool.kernels.registry import default_registry
@@ -29,22 +37,47 @@ from arctool.uqff.container import open_artifact
 def bake_model(
     model: str,
     output: str | Path,
-    isq: str,
+    isq: str | None = None,
     *,
+    bpw: float | None = None,
     recipe: str | Path | None = None,
     seed: int = 0,
     jobs: int | None = None,
     revision: str | None = None,
     overwrite: bool = False,
+    calib: str | None = AUTO,
+    calib_tokens: int = CALIB_TOKENS,
+    measure: bool | None = None,
     progress: pipeline.Progress | None = None,
+    status: pipeline.Status | None = None,
 ) -> pipeline.BakeResult:
-    """Bake `model` (directory, GGUF file or hub id) at rung `isq` into the directory `output`.
+    """Bake `model` (directory, GGUF file or hub id) into the directory `output`: at rung `isq`, or at most `bpw` stored bits a weight.
 
-    `recipe`: YAML file that says which layer gets what. Raises UsageError, SourceError, StorageError, InterruptedByUser.
+    `recipe`: YAML file that says which layer gets what; of its default, `isq` and `bpw` exactly one is to be given. `calib`: the text to
+    calibrate with, a file, a folder or "auto"; None rounds every row by itself. `measure`: whether the model card tells perplexity and
+    divergence from the source; None: of what is calibrated. Raises UsageError, SourceError, StorageError, InterruptedByUser.
     """
-    plan = Recipe.uniform(isq) if recipe is None else load_recipe(Path(recipe), isq)
+    file = RecipeFile() if recipe is None else read_recipe(Path(recipe))
+    check_one_answer(isq, bpw, file)
     with open_checkpoint(model, revision=revision) as checkpoint:
-        return pipeline.bake(checkpoint, Path(output), plan, seed=seed, jobs=jobs, overwrite=overwrite, progress=progress)
+        chosen = None if calib is None else choose_calibration(checkpoint, calib, calib_tokens)
+        options: dict[str, Any] = {"seed": seed, "jobs": jobs, "overwrite": overwrite, "calibration": chosen, "measured": measure}
+        if bpw is not None:
+            return bake_to_budget(checkpoint, Path(output), bpw, pins=file, **options, progress=progress, status=status)
+        plan = file.over(choice(isq or file.default, "--isq"))
+        return pipeline.bake(checkpoint, Path(output), plan, **options, progress=progress, status=status)
+
+
+def check_one_answer(isq: str | None, bpw: float | None, file: RecipeFile) -> None:
+    """Raise UsageError unless exactly one thing says what a linear layer gets that no rule names, and it is sound."""
+    said = [name for name, value in (("--isq", isq), ("--bpw", bpw), ("default in the recipe", file.default)) if value is not None]
+    if len(said) != 1:
+        found = " and ".join(said) or "none"
+        raise UsageError(f"what linear layers get: expected --isq RUNG, --bpw X or a recipe with a default, exactly one; found {found}")
+    if isq is not None:
+        choice(isq, "--isq")
+    if bpw is not None:
+        check_bpw(bpw)
 
 
 def verify(path: str | Path, source: str | None = None, progress: checks.Progress | None = None) -> checks.VerifyReport:
@@ -64,6 +97,36 @@ def verify(path: str | Path, source: str | None = None, progress: checks.Progres
             config_error=complaint,
             progress=progress,
         )
+
+
+def evaluate(
+    paths: str | Sequence[str],
+    against: str | None = None,
+    *,
+    text: str | Path | None = None,
+    window: int | None = None,
+    tokens: int = DEFAULT_TOKENS,
+    layers: bool = True,
+    picture: str | Path | None = None,
+    progress: evaluation.Progress | None = None,
+) -> evaluation.Evaluation:
+    """How good the models at `paths` (artifacts, checkpoints, GGUF files, hub ids) are on a text, and how far from the one at `against`.
+
+    `text`: a UTF-8 file, None for the one that ships; `layers`: also the error of every quantised layer; `picture`: where to draw
+    size against divergence. docs/quality.md says what is measured. Raises UsageError, SourceError, FormatError, StorageError, and
+    VerificationError for a model whose logits are not finite.
+    """
+    where = None if picture is None else Path(picture)
+    if where is not None:
+        if against is None:
+            raise UsageError(f"--plot: {where}: needs --against SOURCE, the model whose divergence it shows")
+        plot.check_target(where)
+    names = [paths] if isinstance(paths, str) else list(paths)
+    given = None if text is None else Path(text)
+    found = evaluation.evaluate(names, against=against, text=given, window=window, tokens=tokens, layers=layers, progress=progress)
+    if where is not None:
+        plot.draw(found, where)
+    return found
 
 
 def expected_shapes(path: Path) -> tuple[Mapping[str, tuple[int, ...]] | None, str | None]:

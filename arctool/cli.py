@@ -24,7 +24,16 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Bake a language model to 2-4 bits a weight, prove the artifact bit by bit, and run it.",
 )
-RUNG_HELP = "Format of the linear layers: qtip2, qtip2b, qtip2-v4 (2 bits), qtip2.25-v4, qtip3, qtip3b, qtip4, qtip4b, or bf16."
+bench_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Measure how fast this machine is.")
+app.add_typer(bench_app, name="bench")
+RUNG_HELP = (
+    "Format of the linear layers: qtip2, qtip2b, qtip2-v4 (2 bits), qtip2.25-v4, qtip3, qtip3b, qtip4, qtip4b, q8_0, or bf16. "
+    "Embedding and head get q8_0 (a recipe may say otherwise); with bf16 nothing is quantised."
+)
+BPW_HELP = (
+    "In place of --isq: stored bits a weight of the linear layers, at most, spent on the layers that feel them; measured and checked "
+    "on held-out text, which takes some three bakes' time. Layers that a --recipe names are left to it."
+)
 
 Model = Annotated[str, typer.Argument(help="A Hugging Face directory, a .gguf file, or a hub id like org/name[@revision].")]
 Artifact = Annotated[Path, typer.Argument(readable=False, help="An artifact: its directory, or a .uqff file in it.")]
@@ -51,11 +60,23 @@ def _print_json(value: Any) -> None:
 @app.command()
 def bake(
     model: Model,
-    isq: Annotated[str, typer.Option("--isq", help=RUNG_HELP)],
+    isq: Annotated[str | None, typer.Option("--isq", help=RUNG_HELP)] = None,
+    bpw: Annotated[float | None, typer.Option("--bpw", help=BPW_HELP)] = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Directory to make [default: ./MODEL-RUNG].")] = None,
     jobs: Annotated[int | None, typer.Option(min=1, help="Threads of the search [default: all cores]. Never changes a byte.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the rotation's signs, 0 to 2^64-1.")] = 0,
     recipe: Annotated[Path | None, typer.Option(readable=False, help="YAML file that says which layer gets what.")] = None,
+    calib: Annotated[
+        str, typer.Option(help="Calibration text: a file, a folder of .txt, .md and .jsonl, auto (built in), or none (round only).")
+    ] = "auto",
+    calib_tokens: Annotated[int, typer.Option(help="Tokens of calibration text; more is slower and better.")] = 32768,
+    measure: Annotated[
+        bool | None,
+        typer.Option(
+            "--measure/--no-measure",
+            help="Tell in the model card how far the result is from its source [default: if calibrated, up to 1 billion weights].",
+        ),
+    ] = None,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing artifact.")] = False,
     as_json: AsJson = False,
@@ -63,22 +84,42 @@ def bake(
 ) -> None:
     """Quantise MODEL into an artifact. Interrupt it whenever you like: the same command goes on where it was.
 
-    Example: arctool bake HuggingFaceTB/SmolLM2-135M-Instruct --isq qtip4
+    Examples: arctool bake HuggingFaceTB/SmolLM2-135M-Instruct --isq qtip4
+
+    arctool bake HuggingFaceTB/SmolLM2-135M-Instruct --bpw 2.5
     """
     from arctool.api import bake_model
-    from arctool.terminal import progress, sources, tables
+    from arctool.bake.account import parse_account
+    from arctool.terminal import budget, progress, sources, tables
     from arctool.uqff.inspect import inspect as look
 
-    target = output or sources.default_output(model, isq)
-    with progress.bake_progress(_errors(), quiet) as show:
-        result = bake_model(model, target, isq, recipe=recipe, seed=seed, jobs=jobs, revision=revision, overwrite=force, progress=show)
+    target = output or sources.default_output(model, isq, bpw, recipe)
+    with progress.bake_progress(_errors(), quiet) as (show, say):
+        result = bake_model(
+            model,
+            target,
+            isq,
+            bpw=bpw,
+            recipe=recipe,
+            seed=seed,
+            jobs=jobs,
+            revision=revision,
+            overwrite=force,
+            calib=None if calib == "none" else calib,
+            calib_tokens=calib_tokens,
+            measure=measure,
+            progress=show,
+            status=say,
+        )
     for name in result.ignored:
         typer.echo(f"note: {name} is in the source and belongs to no part of this model; it was left out", err=True)
     found = look(result.path)
     if as_json:
-        _print_json({"path": str(result.path), "seconds": result.seconds, "resumed": result.resumed, **found.to_json()["totals"]})
+        _print_json(tables.baked_json(result, found))
     else:
         typer.echo(tables.baked(result, found))
+        if result.report.bake is not None and result.report.bake.budget is not None:
+            _output().print(budget.spent(parse_account(result.report.bake.budget, str(result.path))))
 
 
 @app.command()
@@ -103,6 +144,35 @@ def verify(
         _output().print(tables.verification(report))
     if not report.passed:
         raise typer.Exit(VerificationError.exit_code)
+
+
+@app.command("eval")
+def evaluate(
+    paths: Annotated[list[str], typer.Argument(help="Artifacts or checkpoints (directory, .gguf, hub id); a row of the table each.")],
+    against: Annotated[str | None, typer.Option(help="What they were made from: adds divergence and the error of every layer.")] = None,
+    text: Annotated[Path | None, typer.Option(readable=False, help="UTF-8 text to read [default: one that ships with arctool].")] = None,
+    window: Annotated[int | None, typer.Option(help="Tokens read at a time [default: 1024, or the context].")] = None,
+    tokens: Annotated[int, typer.Option(help="Tokens to read in all.")] = 8192,
+    plot: Annotated[Path | None, typer.Option(readable=False, help="Picture of size and divergence to write: .png, .svg, .pdf.")] = None,
+    layers: Annotated[bool, typer.Option("--layers/--no-layers", help="The error of every quantised layer.")] = True,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+) -> None:
+    """Measure models: size, perplexity, and how far they are from the one that they were made from.
+
+    Example: arctool eval SmolLM2-qtip2 SmolLM2-qtip4 --against HuggingFaceTB/SmolLM2-135M-Instruct --plot quality.png
+    """
+    from arctool.api import evaluate as measure
+    from arctool.terminal import evaluation, progress
+
+    with progress.eval_progress(_errors(), quiet) as show:
+        found = measure(paths, against, text=text, window=window, tokens=tokens, layers=layers, picture=plot, progress=show)
+    if as_json:
+        _print_json(found.to_json())
+    else:
+        _output().print(evaluation.quality(found))
+    if found.failure is not None:
+        raise typer.Exit(found.failure.exit_code)
 
 
 @app.command()
@@ -158,6 +228,33 @@ def run(
     else:
         typer.echo()
         typer.echo(chat.speed(completion), err=True)
+
+
+@bench_app.command("bake")
+def bench_bake(
+    rungs: Annotated[str | None, typer.Option(help="Rungs to measure, with commas between them [default: all].")] = None,
+    rows: Annotated[int, typer.Option(help="Gaussian rows of 1024 weights to search.")] = 32,
+    curve: Annotated[bool, typer.Option("--curve", help="How long a decision should wait: time and error by delay.")] = False,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+) -> None:
+    """Speed of a bake's searches on this machine, one thread, and the error of deciding before the end of a row.
+
+    Example: arctool bench bake --rungs qtip2,qtip2-v4
+    """
+    from arctool.bench import search
+    from arctool.terminal import progress, speeds
+
+    names = () if rungs is None else search.parse_rungs(rungs)
+    with progress.count_progress(_errors(), quiet, "searching") as show:
+        if curve:
+            found = search.measure_windows(names or search.CURVE_RUNGS, rows, progress=show)
+        else:
+            found = search.measure_speeds(names, rows, progress=show)
+    if as_json:
+        _print_json(found.to_json())
+    else:
+        _output().print(speeds.speeds(found))
 
 
 @app.command()

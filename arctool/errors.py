@@ -37,7 +37,7 @@ class GeometryError(FormatError):
 
 
 class VerificationError(ArctoolError):
-    """`arctool verify` found a difference; the report says which."""
+    """`arctool verify` found a difference, which the report names; or a model that was to be measured gave no finite numbers."""
 
     exit_code = 5
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from locations import ROOT
@@ -23,7 +25,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "run": frozenset({"errors", "quant", "kernels", "uqff"}),
     "bake": frozenset({"errors", "quant", "kernels", "uqff", "run"}),
     "bench": frozenset({"errors", "quant", "kernels", "uqff", "run", "bake"}),
-    "api": frozenset({"errors", "quant", "kernels", "uqff", "run", "bake"}),
+    "api": frozenset({"errors", "quant", "kernels", "uqff", "run", "bake", "bench"}),
     "terminal": frozenset({"api", "errors", "quant", "kernels", "uqff", "run", "bake", "bench"}),
     "cli": frozenset({"api", "errors", "quant", "kernels", "uqff", "run", "bake", "bench", "terminal"}),
 }
@@ -110,3 +112,58 @@ def test_the_quality_table_of_the_readme_is_what_was_measured() -> None:
         assert abs(float(perplexity) / row["perplexity"] - 1) < 1e-3
         assert abs(float(kl) - row["kl"]) < 1e-3
         assert abs(float(top1) - row["same_top1"]) < 1e-3
+
+
+QUALITY = "bench/results/smollm2-quality.json"
+MEASURED = re.compile(r"<!-- measured: (\S+) -->\n((?:\|.*\n)+)")
+"""A table of the README whose numbers a file holds."""
+
+COLUMNS = ("nbytes", "linear_bits", "perplexity", "kl", "kl_p99", "same_top1", "seconds")
+UNITS = {"nbytes": 1e6}
+
+
+def differences(table: str, rows: list[dict[str, Any]]) -> list[str]:
+    """What a table says that `rows` do not, each number within half of its last digit; the first two cells are the row's name."""
+    lines = [[cell.strip() for cell in line.strip().strip("|").split("|")] for line in table.splitlines()[2:]]
+    if len(lines) != len(rows):
+        return [f"{len(lines)} lines for {len(rows)} rows"]
+    found = []
+    for cells, row in zip(lines, rows, strict=True):
+        name = f"{row['model']}, {row['how']}"
+        if cells[:2] != [row["model"], row["how"]] or len(cells) != 2 + len(COLUMNS):
+            found.append(f"{name}: {cells}")
+            continue
+        for column, cell in zip(COLUMNS, cells[2:], strict=True):
+            value = row[column]
+            last = 10.0 ** -len(cell.partition(".")[2])
+            held = cell == "—" if value is None else cell != "—" and abs(float(cell) - value / UNITS.get(column, 1)) <= 0.5001 * last
+            if not held:
+                found.append(f"{name}: {column}: {cell}, measured {value}")
+    return found
+
+
+def test_a_number_that_was_not_measured_is_seen() -> None:
+    row = {"model": "m", "how": "h", "nbytes": 62_812_345, "linear_bits": 2.0497, "perplexity": 9.996, "kl": 0.75, "kl_p99": 3.0}
+    rows = [row | {"same_top1": 0.5, "seconds": 61.4}, row | {"model": "n", "nbytes": None, "same_top1": 0.5, "seconds": 61.4}]
+    cells = ["m", "h", "62.8", "2.050", "10.00", "0.7500", "3.000", "0.500", "61"]
+    head = "| a |\n| --- |\n"
+
+    def line(cells: list[str]) -> str:
+        return f"| {' | '.join(cells)} |\n"
+
+    second = line(["n", "h", "—", *cells[3:]])
+    assert differences(head + line(cells) + second, rows) == []
+    assert differences(head + line(cells), rows) == ["1 lines for 2 rows"]
+    wrong = ["x", "x", "62.9", "2.051", "10.01", "0.7501", "3.001", "0.501", "62"]
+    for at, cell in enumerate(wrong):
+        assert len(differences(head + line([*cells[:at], cell, *cells[at + 1 :]]) + second, rows)) == 1
+    assert len(differences(head + line(cells) + line(["n", "h", "62.8", *cells[3:]]), rows)) == 1
+    assert len(differences(head + line(["m", "h", "—", *cells[3:]]) + second, rows)) == 1
+    assert MEASURED.findall(f"text\n<!-- measured: a/b.json -->\n{head}{second}\n| other |\n") == [("a/b.json", head + second)]
+
+
+def test_the_measured_tables_of_the_readme_are_what_was_measured() -> None:
+    tables = MEASURED.findall((ROOT / "README.md").read_text())
+    assert (QUALITY in dict(tables)) == (ROOT / QUALITY).exists()
+    for place, table in tables:
+        assert differences(table, json.loads((ROOT / place).read_text())["rows"]) == [], place

@@ -58,7 +58,7 @@ class Checkpoint:
         refuse_quantised(source)
         self.config = ModelConfig.from_hf(source.config_json, f"{source.where}: config.json")
         self.assets: Mapping[str, bytes] = source.assets
-        self.licence = source.licence
+        self.terms = source.terms
         model = architecture(self.config.architecture, f"{source.where}: config.json")
         self.specs: tuple[TensorSpec, ...] = model.tensors(self.config)
         self.ignored = check_tensors(source, self.specs, tied=self.config.tie_word_embeddings)

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from arctool.bake.gguf_file import GgufArray, GgufFile, GgufTensor, read_gguf
 from arctool.bake.gguf_tokenizer import tokenizer_assets
 from arctool.bake.stored import Source, StoredTensor
+from arctool.bake.terms import terms_of
 from arctool.errors import SourceError
 from arctool.run.layers.rope import inverse_frequencies
 from arctool.run.rope_config import RopeConfig
@@ -114,8 +115,8 @@ def open_gguf(path: Path) -> Source:
     names = tensor_names(file)
     heads = interleaved_heads(config, names) if family.interleaved else {}
     store = GgufStore(file, names, heads)
-    licence = file.metadata.get("general.license")
-    return Source(str(path), config, store, tokenizer_assets(file), (path,), licence if isinstance(licence, str) else None)
+    terms = terms_of({name.replace(".", "_"): file.metadata.get(f"general.{name}") for name in ("license", "license.name", "license.link")})
+    return Source(str(path), config, store, tokenizer_assets(file), (path,), terms)
 
 
 class Metadata:

@@ -9,10 +9,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from arctool.bake.safetensors_store import SafetensorsStore
 from arctool.bake.stored import Source
+from arctool.bake.terms import licence_files, read_terms
 from arctool.errors import SourceError
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -28,7 +27,6 @@ ASSET_NAMES = (
 """Files that travel into an artifact unchanged, if they are there."""
 
 PICKLE_SUFFIXES = (".bin", ".pth", ".pt", ".ckpt")
-LICENCE_NAMES = ("LICENSE", "LICENSE.txt", "LICENSE.md", "LICENCE", "LICENCE.txt", "COPYING")
 
 
 def open_hf_directory(directory: Path, label: str | None = None) -> Source:
@@ -52,7 +50,7 @@ def open_hf_directory(directory: Path, label: str | None = None) -> Source:
     for name in assets:
         if name.endswith(".json"):
             read_json_object(directory / name)
-    return Source(where, config, store, assets, files, _licence(directory))
+    return Source(where, config, store, assets | licence_files(directory), files, read_terms(directory))
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
@@ -119,18 +117,3 @@ def _other_kind(directory: Path) -> str:
     if ggufs:
         return f"; to use the GGUF file in it, name it: {directory / ggufs[0]}"
     return ""
-
-
-def _licence(directory: Path) -> str | None:
-    """The licence that the model card's front matter declares, else the name of a licence file, else None."""
-    card = directory / "README.md"
-    if card.is_file():
-        text = _read_bytes(card).decode("utf-8", "replace").replace("\r\n", "\n")
-        if text.startswith("---\n") and (end := text.find("\n---", 4)) > 0:
-            try:
-                front = yaml.safe_load(text[4:end])
-            except (yaml.YAMLError, ValueError, RecursionError):
-                front = None
-            if isinstance(front, dict) and isinstance(front.get("license"), str):
-                return front["license"]
-    return next((name for name in LICENCE_NAMES if (directory / name).is_file()), None)

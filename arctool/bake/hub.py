@@ -21,10 +21,11 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
-from arctool.bake.hf_directory import ASSET_NAMES, LICENCE_NAMES
+from arctool.bake.hf_directory import ASSET_NAMES
+from arctool.bake.terms import LICENCE_PATTERNS, SOURCE_CARD
 from arctool.errors import SourceError, StorageError
 
-WANTED = ("config.json", "*.safetensors", "model.safetensors.index.json", *ASSET_NAMES, *LICENCE_NAMES, "README.md")
+WANTED = ("config.json", "*.safetensors", "model.safetensors.index.json", *ASSET_NAMES, *LICENCE_PATTERNS, SOURCE_CARD)
 """File name patterns that are fetched."""
 
 UNWANTED = ("*/*", "consolidated*.safetensors")

@@ -1,7 +1,7 @@
 """Source to artifact: plan what each tensor gets, round layer after layer with a journal, assemble the container at the end.
 
 The same generator of baked tensors feeds the file writer and the in-memory model, so both hold the same weights. Knows checkpoints,
-recipes and the writer's interface; the rounding itself is in `rounding`, what is asked of the output's place in `place`.
+recipes and the writer's interface; what a layer is searched under is in `calibrated`, what is asked of the output's place in `place`.
 
 On the disk a bake needs the journal (every quantised layer) and the artifact, and while a shard is sealed that shard a second time: for
 an artifact of one shard (up to 10 GiB) three times its size. One that is replaced stays until the new one is whole.
@@ -12,28 +12,37 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Executor, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from arctool.bake.calibrated import Bench, CalibratedLayers, Found
+from arctool.bake.calibration import one_thread_per_call
+from arctool.bake.calibration_set import CalibrationSet, sample_windows
 from arctool.bake.checkpoint import Checkpoint
+from arctool.bake.choices import searched
+from arctool.bake.direct import store_directly
 from arctool.bake.journal import Journal
+from arctool.bake.ldlq import METHOD, Method
+from arctool.bake.measurement import plan_measurement
 from arctool.bake.place import check_free, check_room, finished_before
+from arctool.bake.plan import Task, layer_sizes, plan
 from arctool.bake.provenance import bake_info
-from arctool.bake.recipe import KEEP, Choice, Recipe
-from arctool.bake.rounding import RoundedLayer, RungTools, round_layer
-from arctool.errors import InterruptedByUser, SourceError, UsageError
-from arctool.quant.bf16 import from_bf16, to_bf16
+from arctool.bake.publication import publish
+from arctool.bake.recipe import Recipe
+from arctool.bake.rounding import RoundedLayer, RungTools
+from arctool.errors import InterruptedByUser, UsageError
 from arctool.quant.codebooks import rung
 from arctool.quant.tensor import DenseTensor, Weight
 from arctool.run.config import ModelConfig
-from arctool.run.models.spec import Role, TensorSpec
+from arctool.run.models.spec import Role
 from arctool.uqff.container import ArtifactWriter, BakeInfo, LayerDetails, Report, recover
 
 SEEDS = 1 << 64
@@ -41,7 +50,8 @@ SEEDS = 1 << 64
 
 @dataclass(frozen=True)
 class LayerDone:
-    """Progress: tensor `index` (from 1) of `total`; `relative_error` is None for one that is not quantised."""
+    """Progress: tensor `index` (from 1) of `total`; `relative_error` is None for one that is not quantised,
+    `proxy_error` for one without calibration."""
 
     index: int
     total: int
@@ -49,49 +59,43 @@ class LayerDone:
     rung: str
     weights: int
     relative_error: float | None
+    proxy_error: float | None
     seconds: float
     resumed: bool
 
 
 Progress = Callable[[LayerDone], None]
+Status = Callable[[str], None]
+"""Called with what a bake is busy with while no tensor is finished."""
 
-
-@dataclass(frozen=True)
-class Task:
-    """One tensor of the plan and what it gets."""
-
-    index: int
-    spec: TensorSpec
-    choice: Choice
+SAMPLED = "sampled"
+"""The journal's name for the windows that the model wrote itself."""
 
 
 @dataclass(frozen=True)
 class BakedTensor:
-    """A finished tensor: a layer with its bias, or a residual (norm)."""
+    """A finished tensor: a layer with its bias, or a residual (norm). `searched`: how the search fared, if there was one."""
 
     task: Task
     weight: Weight
     bias: NDArray[np.float32] | None
     relative_error: float | None
+    searched: RoundedLayer | None
 
 
 @dataclass(frozen=True)
 class BakeResult:
-    """Where the artifact is, what it says of itself, how many layers came from a journal, and what the source had besides."""
+    """Where the artifact is, what it says of itself, how many layers came from a journal, and what the source had besides.
+
+    `unmeasured`: why this bake measured nothing; what it measured is the report's `quality`.
+    """
 
     path: Path
     report: Report
     resumed: int
     seconds: float
     ignored: tuple[str, ...]
-
-
-def plan(checkpoint: Checkpoint, recipe: Recipe) -> tuple[Task, ...]:
-    """Every tensor but the biases (they travel with their layer), in file order. Raises UsageError for a recipe that misfits."""
-    recipe.check(checkpoint.specs)
-    specs = [spec for spec in checkpoint.specs if spec.role is not Role.BIAS]
-    layers = checkpoint.config.num_layers
-    return tuple(Task(index, spec, recipe.choose(spec, layers)) for index, spec in enumerate(specs))
+    unmeasured: str | None = None
 
 
 def bake(
@@ -102,9 +106,16 @@ def bake(
     seed: int = 0,
     jobs: int | None = None,
     overwrite: bool = False,
+    calibration: CalibrationSet | None = None,
+    measured: bool | None = None,
+    budget: Mapping[str, Any] | None = None,
     progress: Progress | None = None,
+    status: Status | None = None,
 ) -> BakeResult:
-    """Write the artifact `output` (a directory that appears whole). Deterministic: source, recipe and seed give the bytes.
+    """Write the artifact `output` (a directory that appears whole). Deterministic: source, recipe, seed and calibration give the bytes.
+    Without `calibration` every row is rounded by itself. `measured`: whether the card and the report tell how far the result is from its
+    source; None leaves that to `measurement.plan_measurement`, and it changes no other byte. `budget`: what the report is to say of how
+    the recipe was found (`budget.py`).
 
     Raises SourceError, UsageError, StorageError; InterruptedByUser after Ctrl-C, with the finished layers kept for a next run.
     """
@@ -112,7 +123,8 @@ def bake(
     output = Path(os.path.abspath(output))
     tasks = plan(checkpoint, recipe)
     check_seed(seed)
-    info = bake_info(checkpoint, recipe, seed)
+    calibrating = calibration if any(searched(task.choice.rung) for task in tasks) else None
+    info = replace(bake_info(checkpoint, recipe, seed, None if calibrating is None else calibrating.to_json()), budget=budget)
     recover(output)
     journal = Journal(output, identity(tasks, info))
     finished = None if overwrite else finished_before(output, info)
@@ -120,91 +132,78 @@ def bake(
         journal.discard()
         return BakeResult(output, finished, len(tasks), time.monotonic() - began, checkpoint.ignored)
     check_free(output, overwrite)
+    reading = plan_measurement(checkpoint, measured, calibrating is not None)
     writer = ArtifactWriter(output, "model", config=checkpoint.config_json, assets=checkpoint.assets, overwrite=overwrite)
     resumed = 0
     with journal:
         with interruptible(journal, tasks), writer:
             check_room(output, layer_sizes(tasks), journal.stored_bytes())
-            for baked, done in baked_tensors(checkpoint, tasks, seed, jobs, journal):
+            for baked, done in baked_tensors(checkpoint, tasks, seed, jobs, journal, calibrating, status):
                 add(writer, baked, recipe)
                 resumed += done.resumed
                 if progress is not None:
                     progress(done)
-            report = writer.finish(info)
+            report, unmeasured = publish(writer, checkpoint, tasks, info, reading, status or (lambda _: None))
         journal.remove()
-    return BakeResult(output, report, resumed, time.monotonic() - began, checkpoint.ignored)
+    return BakeResult(output, report, resumed, time.monotonic() - began, checkpoint.ignored, unmeasured)
 
 
 def baked_tensors(
-    checkpoint: Checkpoint, tasks: tuple[Task, ...], seed: int, jobs: int | None, journal: Journal | None
+    checkpoint: Checkpoint,
+    tasks: tuple[Task, ...],
+    seed: int,
+    jobs: int | None,
+    journal: Journal | None,
+    calibration: CalibrationSet | None,
+    status: Status | None = None,
+    method: Method = METHOD,
 ) -> Iterator[tuple[BakedTensor, LayerDone]]:
     """Bake the plan in order, one layer in memory at a time."""
-    tools: dict[str, RungTools] = {}
     pool = ThreadPoolExecutor(jobs or os.cpu_count() or 1)
+    bench = Bench(checkpoint, seed, pool, cache(lambda name: RungTools.of(rung(name))), journal, method)
+    say = status or (lambda _: None)
+    layers: CalibratedLayers | None = None
     try:
-        for task in tasks:
-            began = time.monotonic()
-            spec, name = task.spec, task.choice.rung
-            resumed = False
-            weight: Weight
-            error: float | None = None
-            if name == KEEP:
-                weight = keep(checkpoint, spec)
-            else:
-                if name not in tools:
-                    tools[name] = RungTools.of(rung(name))
-                kit = tools[name]
-                layer = journal.load(task.index, spec.key, spec.shape, kit, seed) if journal is not None else None
-                resumed = layer is not None
-                if layer is None:
-                    layer = quantise(checkpoint, spec, kit, seed, pool)
-                    if journal is not None:
-                        journal.store(task.index, layer)
-                weight, error = layer.tensor, layer.relative_error
-            bias = None if spec.role is Role.NORM else checkpoint.bias(spec.key)
-            done = LayerDone(task.index + 1, len(tasks), spec.key, name, int(np.prod(spec.shape)), error, time.monotonic() - began, resumed)
-            yield BakedTensor(task, weight, bias, error), done
+        ids = None if calibration is None else calibration_ids(checkpoint, calibration, seed, journal, say)
+        with one_thread_per_call():
+            for task in tasks:
+                began = time.monotonic()
+                spec, name = task.spec, task.choice.rung
+                found: Found | None = None
+                weight: Weight
+                if not searched(name):
+                    stored = store_directly(checkpoint, spec, name)
+                    weight, error = stored.weight, stored.relative_error
+                else:
+                    follows = layers is not None and spec.role in (Role.LINEAR, Role.HEAD)
+                    found = layers.take(task) if layers is not None and follows else bench.find(task)
+                    weight, error = found.layer.tensor, found.layer.relative_error
+                if spec.role is Role.EMBEDDING and ids is not None:
+                    layers = CalibratedLayers(bench, tasks, ids, weight, say)
+                bias = None if spec.role is Role.NORM else checkpoint.bias(spec.key)
+                baked = BakedTensor(task, weight, bias, error, None if found is None else found.layer)
+                yield baked, layer_done(task, len(tasks), baked, time.monotonic() - began, found is not None and found.resumed)
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def quantise(checkpoint: Checkpoint, spec: TensorSpec, tools: RungTools, seed: int, pool: Executor) -> RoundedLayer:
-    """A linear layer, rounded. Raises SourceError naming file and tensor."""
-    weight = checkpoint.tensor(spec.name)
-    try:
-        return round_layer(weight, spec.key, tools, seed, pool)
-    except SourceError as error:
-        raise SourceError(f"{checkpoint.file(spec.name)}: {error}") from error
+def layer_done(task: Task, total: int, baked: BakedTensor, seconds: float, resumed: bool) -> LayerDone:
+    """What progress shows of a finished tensor."""
+    proxy = None if baked.searched is None else baked.searched.proxy_error
+    spec = task.spec
+    return LayerDone(
+        task.index + 1, total, spec.key, task.choice.rung, math.prod(spec.shape), baked.relative_error, proxy, seconds, resumed
+    )
 
 
-def keep(checkpoint: Checkpoint, spec: TensorSpec) -> DenseTensor:
-    """An unquantised tensor: bf16, except for norms that the source holds wider, which stay f32.
-
-    Raises SourceError where a value is too large for bf16.
-    """
-    values = checkpoint.tensor(spec.name)
-    if spec.role is Role.NORM and checkpoint.stored_dtype(spec.name) != "BF16":
-        return DenseTensor(values)
-    narrow = to_bf16(values)
-    finite = np.isfinite(from_bf16(narrow))
-    if not finite.all():
-        index = tuple(int(i) for i in np.argwhere(~finite)[0])
-        raise SourceError(
-            f"{checkpoint.file(spec.name)}: {spec.name}: the value {values[index]} at {list(index)} is larger than bf16 can hold; "
-            "the checkpoint is damaged"
-        )
-    return DenseTensor(narrow)
-
-
-def layer_sizes(tasks: Iterable[Task]) -> list[tuple[int, bool]]:
-    """(bytes of the weights in the shards, whether the journal keeps them too) of every layer: bf16, or streams and scales."""
-    sizes = []
-    for task in tasks:
-        shape, name = task.spec.shape, task.choice.rung
-        if task.spec.role is not Role.NORM:
-            size = 2 * math.prod(shape) if name == KEEP else shape[0] * (rung(name).geometry.stride(shape[1]) + 4)
-            sizes.append((size, name != KEEP))
-    return sizes
+def calibration_ids(checkpoint: Checkpoint, chosen: CalibrationSet, seed: int, journal: Journal | None, say: Status) -> NDArray[np.int32]:
+    """All windows i32 [windows, tokens], those that the model writes itself from the journal if they are there."""
+    sampled = np.empty((chosen.sampled, chosen.text.ids.shape[1]), np.int32)
+    if chosen.sampled and (journal is None or journal.load_array(SAMPLED, sampled) is None):
+        sampled = sample_windows(checkpoint, chosen, seed, lambda done, total: say(f"sampling calibration text, {done} of {total} tokens"))
+        if journal is not None:
+            journal.store_array(SAMPLED, 0, sampled)
+    return np.ascontiguousarray(np.concatenate([chosen.text.ids, sampled]))
 
 
 def add(writer: ArtifactWriter, baked: BakedTensor, recipe: Recipe) -> None:
@@ -215,10 +214,13 @@ def add(writer: ArtifactWriter, baked: BakedTensor, recipe: Recipe) -> None:
         writer.add_residual(spec.name, baked.weight)
         return
     details = LayerDetails(
-        default_target=recipe.default,
-        resolved_target=choice.rung,
+        default_target=recipe.default if spec.role is Role.LINEAR else recipe.vocabulary,
+        resolved_target=choice.instead_of or choice.rung,
         fallback_reason=choice.reason if choice.fallback else None,
         relative_error=baked.relative_error,
+        proxy_error=None if baked.searched is None else baked.searched.proxy_error,
+        dropped_rows=0 if baked.searched is None else baked.searched.dropped,
+        note=None if baked.searched is None else baked.searched.note,
     )
     writer.add_layer(spec.key, baked.weight, baked.bias, details)
 
@@ -237,6 +239,7 @@ def identity(tasks: tuple[Task, ...], info: BakeInfo) -> dict[str, Any]:
         "seed": info.seed,
         "layers": [[task.spec.key, list(task.spec.shape), task.choice.rung] for task in tasks],
         "tables": info.tables,
+        "calibration": info.calibration,
     }
 
 
@@ -246,7 +249,7 @@ def interruptible(journal: Journal, tasks: tuple[Task, ...]) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        quantised = sum(task.choice.rung != KEEP for task in tasks)
+        quantised = sum(searched(task.choice.rung) for task in tasks)
         raise InterruptedByUser(
             f"interrupted; {journal.finished()} of {quantised} layers are kept in {journal.directory}: run the same command to go on"
         ) from None
@@ -268,12 +271,20 @@ class MemoryModel:
         return self.biases.get(key)
 
 
-def bake_in_memory(checkpoint: Checkpoint, recipe: Recipe, *, seed: int = 0, jobs: int | None = None) -> MemoryModel:
-    """Bake without files, for evaluation and for proving that the file changes nothing."""
+def bake_in_memory(
+    checkpoint: Checkpoint,
+    recipe: Recipe,
+    *,
+    seed: int = 0,
+    jobs: int | None = None,
+    calibration: CalibrationSet | None = None,
+    method: Method = METHOD,
+) -> MemoryModel:
+    """Bake without files, for evaluation and for proving that the file changes nothing. `method`: to measure what its parts are worth."""
     weights: dict[str, Weight] = {}
     biases: dict[str, NDArray[np.float32]] = {}
     check_seed(seed)
-    for baked, _ in baked_tensors(checkpoint, plan(checkpoint, recipe), seed, jobs, None):
+    for baked, _ in baked_tensors(checkpoint, plan(checkpoint, recipe), seed, jobs, None, calibration, method=method):
         weights[baked.task.spec.key] = baked.weight
         if baked.bias is not None:
             biases[baked.task.spec.key] = baked.bias

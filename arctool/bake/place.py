@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -26,6 +26,11 @@ def finished_before(output: Path, info: BakeInfo) -> Report | None:
 
     Reads the whole artifact once. Raises StorageError where it is this bake's and damaged.
     """
+    return made_before(output, lambda made: _plain(made) == _plain(info))
+
+
+def made_before(output: Path, ours: Callable[[BakeInfo], bool]) -> Report | None:
+    """As `finished_before`, of a bake that is known as `ours` by what its report says of it."""
     with storage_errors(output, "write"):
         if not output.is_dir() or not os.path.lexists(output / REPORT_NAME):
             return None
@@ -33,7 +38,7 @@ def finished_before(output: Path, info: BakeInfo) -> Report | None:
         report = _report(output)
     except FormatError as error:
         raise StorageError(f"{output}: exists but is damaged: {error}; choose another -o, or remove it") from error
-    if report.bake is None or _plain(report.bake) != _plain(info):
+    if report.bake is None or not ours(report.bake):
         return None
     fault = _fault(output)
     if fault is not None:

@@ -7,32 +7,39 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from arctool.bake.checkpoint import Checkpoint
-from arctool.bake.recipe import KEEP, Recipe
+from arctool.bake.choices import searched
+from arctool.bake.recipe import Recipe
 from arctool.quant.codebooks import Rung, rung
 from arctool.uqff.container import BakeInfo
 
-ALGORITHM = "round-rows-1"
-"""Names what turns weights into bytes; to be changed with any change of those bytes."""
+ROUNDING = "round-rows-1"
+FEEDBACK = "feedback-rows-1"
+"""Name what turns weights into bytes, without and with calibration; to be changed with any change of those bytes."""
 
 
-def bake_info(checkpoint: Checkpoint, recipe: Recipe, seed: int) -> BakeInfo:
-    """What the report says of the bake: printable names, never paths of this machine."""
-    origin = checkpoint.origin
-    rungs = {recipe.choose(spec, checkpoint.config.num_layers).rung for spec in checkpoint.specs} - {KEEP}
+def bake_info(checkpoint: Checkpoint, recipe: Recipe, seed: int, calibration: Mapping[str, Any] | None = None) -> BakeInfo:
+    """What the report says of the bake: printable names, never paths of this machine. `calibration`: what it calibrates with."""
+    origin, terms = checkpoint.origin, checkpoint.terms
+    chosen = {recipe.choose(spec, checkpoint.config.num_layers).rung for spec in checkpoint.specs}
     return BakeInfo(
         rung=recipe.default,
         seed=seed,
         recipe=recipe.to_json(),
         base_model=printable(Path(origin).name if os.path.isabs(origin) else origin),
         fingerprint=checkpoint.fingerprint,
-        licence=None if checkpoint.licence is None else printable(checkpoint.licence),
-        algorithm=ALGORITHM,
-        tables={name: table_digest(rung(name)) for name in sorted(rungs)},
+        licence=None if terms.licence is None else printable(terms.licence),
+        licence_name=None if terms.name is None else printable(terms.name),
+        licence_link=None if terms.link is None else printable(terms.link),
+        algorithm=ROUNDING if calibration is None else FEEDBACK,
+        tables={name: table_digest(rung(name)) for name in sorted(filter(searched, chosen))},
+        calibration=calibration,
     )
 
 

@@ -6,12 +6,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+
+from arctool.bake.terms import Terms
 
 
 @dataclass(frozen=True)
@@ -50,4 +52,4 @@ class Source:
     store: TensorStore
     assets: Mapping[str, bytes]
     files: tuple[Path, ...]
-    licence: str | None = None
+    terms: Terms = field(default_factory=Terms)

@@ -1,4 +1,4 @@
-"""Speed of the inner loops on this machine: the trellis search and the matrix-vector kernels, rung by rung.
+"""Speed of the matrix-vector kernels on this machine, rung by rung. (`arctool bench bake` measures the searches.)
 
     python -m arctool.bench.kernels          # or: make bench
 
@@ -18,14 +18,12 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from arctool.bake.rounding import RungTools
 from arctool.kernels.registry import Registry, TokenClass, default_registry
 from arctool.quant.codebooks import RUNGS, Rung
 from arctool.quant.tensor import TrellisTensor
 from arctool.quant.trellis import pack_symbols
 
 ROUNDS = 5
-SEARCH_ROWS, SEARCH_WIDTH = 8, 2048
 SHAPES = ((4096, 4096), (1536, 576), (576, 1536))
 """A square layer of an 8B model, and SmolLM2's two MLP shapes."""
 
@@ -35,13 +33,6 @@ def seconds(call: Callable[[], object]) -> float:
     began = time.perf_counter()
     call()
     return time.perf_counter() - began
-
-
-def search_row(rung: Rung) -> Callable[[], object]:
-    """One single-threaded search of Gaussian rows."""
-    tools = RungTools.of(rung)
-    rows = np.random.default_rng(0).standard_normal((SEARCH_ROWS, SEARCH_WIDTH)).astype(np.float32)
-    return lambda: tools.searcher.search(rows)
 
 
 def product_row(rung: Rung, shape: tuple[int, int], registry: Registry) -> Callable[[], object]:
@@ -71,13 +62,9 @@ def medians(calls: list[Callable[[], object]]) -> list[float]:
 
 
 def main() -> None:
-    """Print both tables."""
+    """Print the table."""
     console, registry, rungs = Console(), default_registry(), list(RUNGS.values())
     console.print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f} before the run")
-    searches = Table("rung", "geometry", "core-seconds per million weights", title="trellis search, one thread", box=None)
-    for rung, took in zip(rungs, medians([search_row(rung) for rung in rungs]), strict=True):
-        searches.add_row(rung.name, rung.geometry.name, f"{took / (SEARCH_ROWS * SEARCH_WIDTH) * 1e6:.2f}")
-    console.print(searches)
     products = Table("rung", *(f"{out}×{width}" for out, width in SHAPES), title="fused product, 10⁹ weights/s, all cores", box=None)
     took_by_shape = [medians([product_row(rung, shape, registry) for rung in rungs]) for shape in SHAPES]
     for index, rung in enumerate(rungs):

@@ -16,10 +16,11 @@ from rich.table import Column, Table
 from rich.text import Text
 
 import arctool
+from arctool.bake.choices import CHOICES
 from arctool.errors import ArctoolError
 from arctool.kernels.cpu.jit import cache_directory
 from arctool.kernels.registry import Implementation, default_registry
-from arctool.quant.codebooks import RUNGS, SHIPPED_TABLES, shipped_table
+from arctool.quant.codebooks import SHIPPED_TABLES, shipped_table
 from arctool.terminal.tables import plain
 
 PACKAGES = ("torch", "numba", "numpy", "safetensors", "tokenizers", "huggingface_hub", "gguf")
@@ -36,7 +37,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Everything the doctor found."""
+    """Everything the doctor found. `rungs`: what `--isq` accepts."""
 
     checks: tuple[Check, ...]
     rungs: tuple[str, ...]
@@ -61,7 +62,7 @@ def diagnose() -> Diagnosis:
         *(_table(name) for name in SHIPPED_TABLES),
         _gpu(),
     ]
-    return Diagnosis(tuple(checks), tuple(RUNGS), default_registry().implementations)
+    return Diagnosis(tuple(checks), CHOICES, default_registry().implementations)
 
 
 def _features() -> str:

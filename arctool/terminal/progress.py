@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
@@ -11,6 +11,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from arctool.bake.pipeline import LayerDone
 from arctool.bake.pipeline import Progress as BakeProgress
+from arctool.bake.pipeline import Status as BakeStatus
+from arctool.bench.evaluation import Progress as EvalProgress
+from arctool.terminal.tables import printable
 from arctool.uqff.verify import Progress as VerifyProgress
 
 LOG_SECONDS = 10.0
@@ -18,10 +21,10 @@ LOG_SECONDS = 10.0
 
 
 @contextmanager
-def bake_progress(console: Console, quiet: bool) -> Iterator[BakeProgress | None]:
-    """Shows layer, rung, error and, on a terminal, the time left."""
+def bake_progress(console: Console, quiet: bool) -> Iterator[tuple[BakeProgress | None, BakeStatus | None]]:
+    """Two callbacks, for tensors and for what goes on between them; shows layer, rung, error and, on a terminal, the time left."""
     if quiet:
-        yield None
+        yield None, None
     elif console.is_terminal:
         with _bar(console, "{task.description}") as progress:
             task = progress.add_task("baking", total=None)
@@ -29,17 +32,23 @@ def bake_progress(console: Console, quiet: bool) -> Iterator[BakeProgress | None
             def show(done: LayerDone) -> None:
                 progress.update(task, total=done.total, completed=done.index, description=_bake_line(done))
 
-            yield show
+            def say(what: str) -> None:
+                progress.update(task, description=printable(what))
+
+            yield show, say
     else:
         last = time.monotonic()
 
-        def log(done: LayerDone) -> None:
+        def log(line: str, always: bool) -> None:
             nonlocal last
-            if time.monotonic() - last >= LOG_SECONDS or done.index == done.total:
+            if always or time.monotonic() - last >= LOG_SECONDS:
                 last = time.monotonic()
-                console.print(f"{done.index}/{done.total} {_bake_line(done)}", highlight=False, markup=False, soft_wrap=True)
+                console.print(line, highlight=False, markup=False, soft_wrap=True)
 
-        yield log
+        yield (
+            lambda done: log(f"{done.index}/{done.total} {_bake_line(done)}", done.index == done.total),
+            lambda what: log(printable(what), False),
+        )
 
 
 @contextmanager
@@ -59,9 +68,45 @@ def verify_progress(console: Console, quiet: bool) -> Iterator[VerifyProgress | 
         yield show
 
 
+@contextmanager
+def eval_progress(console: Console, quiet: bool) -> Iterator[EvalProgress | None]:
+    """One bar over all models, with what is being read and the time left; a line now and then where standard error is no terminal."""
+    if quiet:
+        yield None
+    elif console.is_terminal:
+        with _bar(console, "{task.description}") as progress:
+            task = progress.add_task("opening", total=None)
+
+            def show(what: str, done: int, total: int) -> None:
+                progress.update(task, total=total, completed=done, description=printable(what))
+
+            yield show
+    else:
+        last = time.monotonic()
+
+        def log(what: str, done: int, total: int) -> None:
+            nonlocal last
+            if time.monotonic() - last >= LOG_SECONDS:
+                last = time.monotonic()
+                console.print(f"{done}/{total} {printable(what)}", highlight=False, markup=False, soft_wrap=True)
+
+        yield log
+
+
+@contextmanager
+def count_progress(console: Console, quiet: bool, what: str) -> Iterator[Callable[[int, int], None] | None]:
+    """A bar for something that is counted; nothing where standard error is no terminal."""
+    if quiet or not console.is_terminal:
+        yield None
+        return
+    with _bar(console, "{task.description}") as progress:
+        task = progress.add_task(what, total=None)
+        yield lambda done, total: progress.update(task, total=total, completed=done)
+
+
 def _bar(console: Console, description: str) -> Progress:
     return Progress(
-        TextColumn(description),
+        TextColumn(description, markup=False),
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
@@ -73,5 +118,7 @@ def _bar(console: Console, description: str) -> Progress:
 
 def _bake_line(done: LayerDone) -> str:
     error = "" if done.relative_error is None else f" error {done.relative_error:.4f}"
+    if done.proxy_error is not None:
+        error = f" output error {done.proxy_error:.4f}"
     kept = " (kept)" if done.resumed else ""
     return f"{done.key} {done.rung}{error}{kept}"

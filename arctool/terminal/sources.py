@@ -7,11 +7,7 @@ from pathlib import Path
 
 from arctool.bake.checkpoint import open_checkpoint
 from arctool.run.llm import LLM, EngineOptions
-
-
-def is_artifact(path: Path) -> bool:
-    """Whether `path` is a `.uqff` file or a directory that holds one."""
-    return path.suffix == ".uqff" or (path.is_dir() and any(path.glob("*.uqff")))
+from arctool.uqff.discovery import is_artifact
 
 
 def open_model(name: str, options: EngineOptions) -> LLM:
@@ -20,8 +16,10 @@ def open_model(name: str, options: EngineOptions) -> LLM:
     return LLM(path, options) if is_artifact(path) else LLM(open_checkpoint(name), options)
 
 
-def default_output(model: str, rung: str) -> Path:
-    """`<model>-<rung>` in the working directory; a hub id's revision and a GGUF file's ending are left out."""
+def default_output(model: str, isq: str | None, bpw: float | None = None, recipe: Path | None = None) -> Path:
+    """`<model>-<rung>` in the working directory, or `-<rate>bpw`, or the recipe's name; a hub id's revision and a GGUF file's ending are
+    left out."""
     path = Path(os.path.expanduser(model))
     name = path.resolve().name if path.exists() else model.split("@")[0].split("/")[-1]
-    return Path(f"{name.removesuffix('.gguf')}-{rung}")
+    what = isq if isq is not None else f"{bpw:g}bpw" if bpw is not None else "baked" if recipe is None else recipe.stem
+    return Path(f"{name.removesuffix('.gguf')}-{what}")

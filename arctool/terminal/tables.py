@@ -5,6 +5,9 @@ What comes out of a file is hostile until shown: never markup, never a terminal'
 
 from __future__ import annotations
 
+from dataclasses import asdict
+from typing import Any
+
 from rich.console import Console, Group, RenderableType
 from rich.table import Column, Table
 from rich.text import Text
@@ -42,7 +45,24 @@ def baked(result: BakeResult, inspection: Inspection) -> str:
     bits = inspection.totals.quantised_bits_per_weight
     rate = "no layer quantised" if bits is None else f"{bits:.3f} bits a quantised weight"
     kept = f", {result.resumed} layers kept from before" if result.resumed else ""
-    return f"{printable(str(result.path))}: {size(inspection.totals.nbytes)}, {rate}, {result.seconds:.1f} s{kept}"
+    found = result.report.quality
+    good = "" if found is None else f", perplexity {found.perplexity:.4g} (source {found.base_perplexity:.4g}), mean KL {found.kl:.4g}"
+    return f"{printable(str(result.path))}: {size(inspection.totals.nbytes)}, {rate}{good}, {result.seconds:.1f} s{kept}"
+
+
+def baked_json(result: BakeResult, inspection: Inspection) -> dict[str, Any]:
+    """The same for a script. `quality`: null where nothing was measured; `unmeasured` says why if it was this bake that did not;
+    `budget`: null without --bpw."""
+    found = result.report.quality
+    return {
+        "path": str(result.path),
+        "seconds": result.seconds,
+        "resumed": result.resumed,
+        **inspection.to_json()["totals"],
+        "quality": None if found is None else asdict(found),
+        "unmeasured": result.unmeasured,
+        "budget": None if result.report.bake is None else result.report.bake.budget,
+    }
 
 
 def verification(report: VerifyReport) -> RenderableType:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from arctool.uqff.reader import Artifact, open_artifact
-from arctool.uqff.report import BakeInfo, Hashes, LayerDetails, LayerRecord, Output, Report
+from arctool.uqff.report import BakeInfo, Hashes, LayerDetails, LayerRecord, Output, Quality, Report
 from arctool.uqff.staging import recover
 from arctool.uqff.writer import SHARD_BYTES, ArtifactWriter
 
@@ -16,6 +16,7 @@ __all__ = [
     "LayerDetails",
     "LayerRecord",
     "Output",
+    "Quality",
     "Report",
     "open_artifact",
     "recover",

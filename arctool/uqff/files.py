@@ -62,12 +62,15 @@ def sync_directory(path: Path) -> None:
         os.close(handle)
 
 
-def write_file(path: Path, data: bytes) -> str:
-    """Write and fsync a whole file; returns its SHA-256 (hex). Raises StorageError."""
+def write_file(path: Path, *parts: bytes | memoryview) -> str:
+    """Write and fsync a whole file, part after part; returns its SHA-256 (hex). Raises StorageError."""
+    digest = hashlib.sha256()
     with storage_errors(path, "write"), path.open("wb") as file:
-        file.write(data)
+        for part in parts:
+            file.write(part)
+            digest.update(part)
         sync(file)
-    return hashlib.sha256(data).hexdigest()
+    return digest.hexdigest()
 
 
 def hash_file(path: Path) -> str:

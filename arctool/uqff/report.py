@@ -10,7 +10,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
 from arctool.errors import FormatError
@@ -18,24 +18,31 @@ from arctool.errors import FormatError
 REPORT_NAME: Final = "uqff_report.json"
 UQFF_VERSION: Final = (1, 2, 0)
 
+DENSE_LABELS: Final = ("f32", "bf16")
+"""What `DenseTensor.label` says."""
+
 
 @dataclass(frozen=True)
 class LayerDetails:
     """What the baker knows of a layer and its bytes do not say.
 
     `default_target`, `resolved_target`: rung by default, and after the recipe's rules; `fallback_reason`: why what is stored
-    is not that rung; `relative_error`: ‖W−Ŵ‖²/‖W‖² against the source.
+    is not that rung; `relative_error`: ‖W−Ŵ‖²/‖W‖² against the source; `proxy_error`: tr(E H Eᵀ)/tr(W H Wᵀ) over its calibration
+    inputs, of which `dropped_rows` were not usable; `note`: what else a reader should know, such as why it was rounded without feedback.
     """
 
     default_target: str | None = None
     resolved_target: str | None = None
     fallback_reason: str | None = None
     relative_error: float | None = None
+    proxy_error: float | None = None
+    dropped_rows: int = 0
+    note: str | None = None
 
 
 @dataclass(frozen=True)
 class LayerRecord:
-    """One stored layer. `nbytes`: of all its entries; `bits_per_weight`: of streams, scales and signs, None if unknown."""
+    """One stored layer. `nbytes`: of all its entries; `bits_per_weight`: of streams or blocks, scales and signs, None if unknown."""
 
     module: str
     shape: tuple[int, ...]
@@ -53,7 +60,9 @@ class LayerRecord:
 class BakeInfo:
     """What an artifact was made from and how. `recipe` is plain JSON; `base_model` is a name, not a path of this machine.
 
-    `algorithm` names what turned weights into bytes; `tables`: SHA-256 of the values by rung. Where any of it differs, so may the bytes.
+    `algorithm` names what turned weights into bytes; `tables`: SHA-256 of the values by rung;
+    `calibration`: tokens and their hash, None for a bake without. Where any of it differs, so may the bytes.
+    `licence`, `licence_name`, `licence_link`: what the source's own card says of it. `budget`: how the recipe was found, if by a budget.
     """
 
     rung: str
@@ -62,8 +71,32 @@ class BakeInfo:
     base_model: str | None = None
     fingerprint: str | None = None
     licence: str | None = None
+    licence_name: str | None = None
+    licence_link: str | None = None
     algorithm: str | None = None
     tables: Mapping[str, str] = field(default_factory=dict)
+    calibration: Mapping[str, Any] | None = None
+    budget: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Quality:
+    """How the artifact's predictions compare with its source's over `predicted` of `tokens` tokens of a text, in windows of `window`.
+
+    `text_sha256`: of the text's bytes; `tokens_sha256`: of the tokens as little-endian i32; the numbers as in `run.divergence.Comparison`.
+    """
+
+    text: str
+    text_sha256: str
+    tokens_sha256: str
+    window: int
+    tokens: int
+    predicted: int
+    perplexity: float
+    base_perplexity: float
+    kl: float
+    kl_p99: float
+    same_top1: float
 
 
 @dataclass(frozen=True)
@@ -89,7 +122,7 @@ class Output:
 
 @dataclass(frozen=True)
 class Report:
-    """A whole report. `bake` and `hashes` are None in one that another program wrote."""
+    """A whole report. `bake` and `hashes` are None in one that another program wrote, `quality` where nothing was measured."""
 
     tool: str
     tool_version: str | None
@@ -98,6 +131,7 @@ class Report:
     base_model: str | None = None
     bake: BakeInfo | None = None
     hashes: Hashes | None = None
+    quality: Quality | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The report as JSON objects; `report_parse.parse_report` gives it back."""
@@ -109,7 +143,7 @@ class Report:
             "outputs": [_output_json(output) for output in self.outputs],
         }
         if self.bake is not None and self.hashes is not None:
-            value["arctool"] = _arctool_json(self.outputs[0], self.bake, self.hashes)
+            value["arctool"] = _arctool_json(self.outputs[0], self.bake, self.hashes, self.quality)
         return _drop_none(value)
 
     def to_bytes(self) -> bytes:
@@ -133,8 +167,11 @@ def make_output(quant: str, shards: tuple[str, ...], layers: tuple[LayerRecord, 
 
 
 def mean_bits(layers: tuple[LayerRecord, ...], *, quantised_only: bool) -> float | None:
-    """Mean stored bits per weight, weighted by weights; None where no layer counts or a layer's bits are unknown."""
-    chosen = [layer for layer in layers if layer.stored.startswith("trellis-") or not quantised_only]
+    """Mean stored bits per weight, weighted by weights; None where no layer counts or a layer's bits are unknown.
+
+    Quantised is what is packed: trellis streams and GGML blocks.
+    """
+    chosen = [layer for layer in layers if layer.stored not in DENSE_LABELS or not quantised_only]
     if not chosen or any(layer.bits_per_weight is None for layer in chosen):
         return None
     return sum((layer.bits_per_weight or 0.0) * layer.weights for layer in chosen) / sum(layer.weights for layer in chosen)
@@ -180,14 +217,15 @@ def _output_json(output: Output) -> dict[str, Any]:
     return value | ({"fallbacks": fallbacks} if fallbacks else {}) | ({"layer_details": rows} if rows else {})
 
 
-def _arctool_json(output: Output, bake: BakeInfo, hashes: Hashes) -> dict[str, Any]:
-    made = {"algorithm": bake.algorithm, "tables": dict(bake.tables) or None}
+def _arctool_json(output: Output, bake: BakeInfo, hashes: Hashes, quality: Quality | None) -> dict[str, Any]:
+    made = {"algorithm": bake.algorithm, "tables": dict(bake.tables) or None, "calibration": bake.calibration, "budget": bake.budget}
+    licence = {"licence": bake.licence, "licence_name": bake.licence_name, "licence_link": bake.licence_link}
     return {
         "rung": bake.rung,
         "seed": bake.seed,
         **_drop_none(made),
         "recipe": dict(bake.recipe),
-        "source": _drop_none({"fingerprint": bake.fingerprint, "licence": bake.licence}),
+        "source": _drop_none({"fingerprint": bake.fingerprint, **licence}),
         "bits_per_weight": _drop_none(
             {
                 "quantised": mean_bits(output.layers, quantised_only=True),
@@ -200,9 +238,13 @@ def _arctool_json(output: Output, bake: BakeInfo, hashes: Hashes) -> dict[str, A
                     "bytes": layer.nbytes,
                     "bits_per_weight": layer.bits_per_weight,
                     "relative_error": layer.details.relative_error,
+                    "proxy_error": layer.details.proxy_error,
+                    "dropped_rows": layer.details.dropped_rows or None,
+                    "note": layer.details.note,
                 }
             )
             for layer in output.layers
         },
+        **({} if quality is None else {"quality": asdict(quality)}),
         "sha256": {"entries": dict(hashes.entries), "headers": dict(hashes.headers), "files": dict(hashes.files)},
     }

@@ -8,7 +8,7 @@ from typing import Any
 
 from arctool.errors import FormatError
 from arctool.uqff.header import parse_json
-from arctool.uqff.report import BakeInfo, Hashes, LayerDetails, LayerRecord, Output, Report
+from arctool.uqff.report import BakeInfo, Hashes, LayerDetails, LayerRecord, Output, Quality, Report
 
 
 def parse_report(data: bytes, where: str) -> Report:
@@ -33,6 +33,7 @@ def parse_report(data: bytes, where: str) -> Report:
         base_model=base_model,
         bake=None if extra is None else _parse_bake(extra, base_model, f"{where}: arctool"),
         hashes=None if extra is None else _parse_hashes(extra, f"{where}: arctool"),
+        quality=None if extra is None else _parse_quality(extra, f"{where}: arctool"),
     )
 
 
@@ -106,6 +107,9 @@ def _parse_layer(row: Any, details: Mapping[str, Any], reasons: Mapping[str, str
             resolved_target=_get(row, "resolved_target", str | None, where),
             fallback_reason=reasons.get(module),
             relative_error=_number(own, "relative_error", where),
+            proxy_error=_number(own, "proxy_error", where),
+            dropped_rows=_count(own, "dropped_rows", where) if "dropped_rows" in own else 0,
+            note=_get(own, "note", str | None, where),
         ),
     )
 
@@ -120,9 +124,42 @@ def _parse_bake(extra: Mapping[str, Any], base_model: str | None, where: str) ->
         base_model=base_model,
         fingerprint=_get(source, "fingerprint", str | None, f"{where}: source"),
         licence=_get(source, "licence", str | None, f"{where}: source"),
+        licence_name=_get(source, "licence_name", str | None, f"{where}: source"),
+        licence_link=_get(source, "licence_link", str | None, f"{where}: source"),
         algorithm=_get(extra, "algorithm", str | None, where),
         tables={name: _get(tables, name, str, f"{where}: tables") for name in tables},
+        calibration=_get(extra, "calibration", dict | None, where),
+        budget=_get(extra, "budget", dict | None, where),
     )
+
+
+def _parse_quality(extra: Mapping[str, Any], where: str) -> Quality | None:
+    found, where = _get(extra, "quality", dict | None, where), f"{where}: quality"
+    if found is None:
+        return None
+    quality = Quality(
+        text=_get(found, "text", str, where),
+        text_sha256=_get(found, "text_sha256", str, where),
+        tokens_sha256=_get(found, "tokens_sha256", str, where),
+        window=_count(found, "window", where),
+        tokens=_count(found, "tokens", where),
+        predicted=_count(found, "predicted", where),
+        perplexity=_figure(found, "perplexity", where),
+        base_perplexity=_figure(found, "base_perplexity", where),
+        kl=_figure(found, "kl", where),
+        kl_p99=_figure(found, "kl_p99", where),
+        same_top1=_figure(found, "same_top1", where),
+    )
+    if quality.same_top1 > 1:
+        raise FormatError(f"{where}: same_top1: expected a share of at most 1, found {quality.same_top1}")
+    return quality
+
+
+def _figure(value: Mapping[str, Any], key: str, where: str) -> float:
+    found = _number(value, key, where)
+    if found is None:
+        raise FormatError(f"{where}: {key}: expected a number from 0 up, found nothing")
+    return float(found)
 
 
 def _parse_hashes(extra: Mapping[str, Any], where: str) -> Hashes:

@@ -17,15 +17,20 @@ from numpy.typing import NDArray
 
 from arctool.errors import ArctoolError, FormatError, UsageError
 from arctool.quant.codebooks import SHIPPED_TABLES, SUM2_SHA256, Codebook, ShippedTable
-from arctool.quant.tensor import TrellisTensor, Weight
+from arctool.quant.tensor import DenseTensor, GgmlTensor, PackedTensor, TrellisTensor, Weight
 from arctool.quant.trellis import Geometry
 from arctool.uqff.answers import Answer, Coverage, LayerError, Tally, VerifyReport
 from arctool.uqff.comparison import Decoder, compare_layer, obstacle
+from arctool.uqff.distance import rate_limit, relative_error
 from arctool.uqff.reader import Artifact, open_artifact
 from arctool.uqff.soundness import check_container
 
 LOSS_FACTOR: Final = 4.0
-"""A layer may have this much of its rate's limit 2^(−2·bits) as error: more is the loss of a whole bit, so a wrong layer."""
+"""A trellis layer may have this much of its rate's limit 2^(−2·bits) as error: more is the loss of a whole bit, so a wrong layer."""
+
+CALIBRATED_ERROR: Final = 0.9
+"""A calibrated layer is searched under what it sees, and may leave its weights where nothing is seen: its relative error can pass the
+rate's by far. A matrix of zeros has 1, one that has nothing to do with the layer 2."""
 
 DENSE_ERROR: Final = 2.0**-16
 """Relative error allowed to a tensor stored as bf16 or f32: rounding to 8 significant bits stays below 2^-18."""
@@ -76,9 +81,10 @@ def verify(
             container.fail(config_error)
         readable = check_container(artifact, expected, container, _stepper(progress, "container", len(artifact.keys())))
         keys = list(readable.keys)
-        trellis = [key for key in keys if isinstance(artifact.weight(key), TrellisTensor)]
-        compared, coverage = _check_implementations(artifact, trellis, readable.misfits, tuple(implementations), progress)
-        known = _check_tables(artifact, trellis, shipped, tables)
+        weights = {key: type(artifact.weight(key)) for key in keys}
+        packed = [key for key in keys if weights[key] is not DenseTensor]
+        compared, coverage = _check_implementations(artifact, packed, readable.misfits, tuple(implementations), progress)
+        known = _check_tables(artifact, [key for key in keys if weights[key] is TrellisTensor], shipped, tables)
         against, errors = _check_source(artifact, keys, source, progress)
     return VerifyReport(str(path), container.answer(), compared, known, against, coverage, errors)
 
@@ -104,14 +110,15 @@ def _stepper(progress: Progress | None, question: str, total: int) -> Callable[[
 def _check_implementations(
     artifact: Artifact, keys: list[str], misfits: frozenset[str], decoders: tuple[Decoder, ...], progress: Progress | None
 ) -> tuple[Answer, tuple[Coverage, ...]]:
-    """Every trellis tensor but the `misfits`, by every implementation that accepts it, against the oracle, bit for bit."""
+    """Every packed tensor but the `misfits`, by every implementation that accepts it, against the oracle, bit for bit."""
     tally = Tally("implementations")
     if len({decoder.name for decoder in decoders}) != len(decoders):
         raise UsageError(f"implementations need different names, found {', '.join(decoder.name for decoder in decoders)}")
     step = _stepper(progress, "implementations", len(keys))
     totals = {decoder.name: Coverage(decoder.name, 0, 0, 0) for decoder in decoders}
     for key in keys:
-        weight = _trellis(artifact, key)
+        weight = _packed(artifact, key)
+        tally.count("trellis tensors" if isinstance(weight, TrellisTensor) else "GGML tensors")
         takers = [decoder for decoder in decoders if decoder.accepts(weight)]
         reason = obstacle(weight, key in misfits, bool(takers))
         if reason:
@@ -122,14 +129,21 @@ def _check_implementations(
             totals[decoder] = Coverage(decoder, seen.tensors + 1, seen.weights + compared, seen.differing + differing)
         tally.count("tensors compared", int(bool(takers)))
         step()
-    tally.count("trellis tensors", len(keys))
     for coverage in totals.values():
         tally.count(f"weights by {coverage.implementation}", coverage.weights)
     return tally.answer(), tuple(totals.values())
 
 
+def _packed(artifact: Artifact, key: str) -> PackedTensor:
+    """A layer that is known to be packed; the container was checked before."""
+    weight = artifact.weight(key)
+    if isinstance(weight, DenseTensor):
+        raise FormatError(f"{key}: changed to {weight.label} while it was verified")
+    return weight
+
+
 def _trellis(artifact: Artifact, key: str) -> TrellisTensor:
-    """A layer that is known to be a trellis; the container was checked before."""
+    """A layer that is known to be a trellis."""
     weight = artifact.weight(key)
     if not isinstance(weight, TrellisTensor):
         raise FormatError(f"{key}: changed from a trellis to {weight.label} while it was verified")
@@ -191,10 +205,12 @@ def _check_source(
         return tally.answer(asked=False), ()
     names = keys + [name.removesuffix(".weight") for name in artifact.residual_names() if name.endswith(".weight")]
     step = _stepper(progress, "source", len(names))
-    errors = []
+    report = artifact.report
+    calibrated = report is not None and report.bake is not None and report.bake.calibration is not None
+    errors: list[LayerError] = []
     for key in names:
         try:
-            errors.append(_layer_error(key, artifact.weight(key), source.weight(key)))
+            errors.append(_layer_error(key, artifact.weight(key), source.weight(key), calibrated))
             _check_bias(key, artifact.bias(key), source.bias(key), tally)
         except ArctoolError as error:
             tally.fail(f"{key}: {error}")
@@ -205,21 +221,25 @@ def _check_source(
     return tally.answer(), tuple(errors)
 
 
-def _layer_error(key: str, stored: Weight, original: Weight) -> LayerError:
+def _layer_error(key: str, stored: Weight, original: Weight, calibrated: bool) -> LayerError:
     if stored.shape != original.shape:
         raise FormatError(f"stored as {list(stored.shape)}, the source has {list(original.shape)}")
-    want = original.dense().astype(np.float64)
-    gap = float(np.square(stored.dense() - want).sum())
-    power = float(np.square(want).sum())
-    relative = gap / power if power else (0.0 if gap == 0 else float("inf"))
-    limit = 2.0 ** (-2 * stored.geometry.bits_per_weight) if isinstance(stored, TrellisTensor) else None
-    return LayerError(key, stored.label, relative, limit)
+    return LayerError(key, stored.label, relative_error(stored.dense(), original.dense()), *_limits(stored, calibrated))
+
+
+def _limits(stored: Weight, calibrated: bool) -> tuple[float | None, float]:
+    """(2^(−2·bits) of the rate, None for a dense tensor; the most error that is plausible)."""
+    if isinstance(stored, TrellisTensor):
+        limit = rate_limit(stored.geometry.bits_per_weight)
+        return limit, max(LOSS_FACTOR * limit, CALIBRATED_ERROR if calibrated else 0.0)
+    if isinstance(stored, GgmlTensor):
+        return rate_limit(stored.type.bits_per_weight), stored.type.worst_error
+    return None, DENSE_ERROR
 
 
 def _judge(error: LayerError, tally: Tally) -> None:
-    bound = DENSE_ERROR if error.limit is None else LOSS_FACTOR * error.limit
-    if not error.relative_error <= bound:
-        tally.fail(f"{error.key}: relative error {error.relative_error:.4g} of {error.label}, at most {bound:.4g} is plausible")
+    if not error.relative_error <= error.plausible:
+        tally.fail(f"{error.key}: relative error {error.relative_error:.4g} of {error.label}, at most {error.plausible:.4g} is plausible")
 
 
 def _check_bias(key: str, stored: NDArray[np.float32] | None, original: NDArray[np.float32] | None, tally: Tally) -> None:

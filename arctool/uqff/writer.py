@@ -21,7 +21,18 @@ from arctool.uqff.entries import Entry, entry_of, scalar_entry, split_name
 from arctool.uqff.families import check_finite, encode, table_entry, table_name
 from arctool.uqff.files import hash_file, write_file
 from arctool.uqff.header import check_json
-from arctool.uqff.report import REPORT_NAME, UQFF_VERSION, BakeInfo, Hashes, LayerDetails, LayerRecord, Report, json_bytes, make_output
+from arctool.uqff.report import (
+    REPORT_NAME,
+    UQFF_VERSION,
+    BakeInfo,
+    Hashes,
+    LayerDetails,
+    LayerRecord,
+    Quality,
+    Report,
+    json_bytes,
+    make_output,
+)
 from arctool.uqff.spool import Spool
 from arctool.uqff.staging import Staging, check_target, recover
 
@@ -54,10 +65,8 @@ class ArtifactWriter:
 
         `config`: the model's config.json; `assets`: file name → bytes, copied as they are.
         """
-        reserved = {CONFIG_NAME, RESIDUAL_NAME, REPORT_NAME}
         for name in (stem, *assets):
-            if not _PLAIN_NAME.fullmatch(name) or name in reserved or name.endswith(".uqff") or SHADOWS.fullmatch(name):
-                raise UsageError(f"{name!r} cannot name a file of an artifact: reserved, hiding weights, or no plain name")
+            _check_name(name)
         if shard_bytes <= 0:
             raise UsageError(f"a shard needs a positive size, found {shard_bytes}")
         self._directory: Final = Path(os.path.abspath(directory))
@@ -76,6 +85,7 @@ class ArtifactWriter:
         self._tables: dict[str, str] = {}
         self._entries: dict[str, str] = {}
         self._headers: dict[str, str] = {}
+        self._files: dict[str, str] = {}
         self._shard_index = 0
         self._holds_layers = False
         self._staging: Staging | None = None
@@ -123,22 +133,47 @@ class ArtifactWriter:
         dtype = "BF16" if tensor.data.dtype == np.uint16 else "F32"
         self._opened(self._residual).add(entry_of(name, dtype, tensor.data))
 
-    def finish(self, info: BakeInfo) -> Report:
-        """Write what remains, the report last, and let the artifact appear. Raises StorageError; then nothing has appeared."""
+    @property
+    def records(self) -> tuple[LayerRecord, ...]:
+        """What the report will say of the layers so far, in the order of the file."""
+        return tuple(self._layers.values())
+
+    def seal(self) -> Path:
+        """End the layers and write all that is known but the report. Raises StorageError.
+
+        The hidden directory that is returned opens as an artifact without a report; nothing has appeared yet.
+        """
         staging = self._opened(self._staging)
         self._seal_shard()
         self._opened(self._residual).seal(self._metadata)
-        files = {RESIDUAL_NAME: hash_file(staging.path / RESIDUAL_NAME)}
+        self._residual = None
+        self._files[RESIDUAL_NAME] = hash_file(staging.path / RESIDUAL_NAME)
         for name, data in {CONFIG_NAME: self._config, **self._assets}.items():
-            files[name] = write_file(staging.path / name, data)
+            self._files[name] = write_file(staging.path / name, data)
+        place: Path = staging.path
+        return place
+
+    def add_asset(self, name: str, data: bytes) -> None:
+        """Write one more asset after `seal`: one that tells of the layers. Raises UsageError for a name that is taken or cannot be one."""
+        _check_name(name)
+        if not self._files or name in self._files:
+            raise UsageError(f"{name}: {'is in the artifact already' if self._files else 'the layers are not sealed'}")
+        self._files[name] = write_file(self._opened(self._staging).path / name, data)
+
+    def finish(self, info: BakeInfo, quality: Quality | None = None) -> Report:
+        """Write what remains, the report last, and let the artifact appear. Raises StorageError; then nothing has appeared."""
+        if not self._files:
+            self.seal()
+        staging = self._opened(self._staging)
         report = Report(
             tool="arctool",
             tool_version=self._metadata["arctool.version"],
             uqff_version=self._metadata["uqff.version"],
-            outputs=(make_output(info.rung, tuple(self._headers), tuple(self._layers.values())),),
+            outputs=(make_output(info.rung, tuple(self._headers), self.records),),
             base_model=info.base_model,
             bake=info,
-            hashes=Hashes(self._entries, self._headers, files),
+            hashes=Hashes(self._entries, self._headers, self._files),
+            quality=quality,
         )
         write_file(staging.path / REPORT_NAME, report.to_bytes())
         staging.publish()
@@ -207,6 +242,13 @@ class ArtifactWriter:
         if part is None:
             raise UsageError("the artifact writer is not open: use it in a `with` block, and not after `finish`")
         return part
+
+
+def _check_name(name: str) -> None:
+    """Raise UsageError for a file name that an artifact cannot have."""
+    reserved = {CONFIG_NAME, RESIDUAL_NAME, REPORT_NAME}
+    if not _PLAIN_NAME.fullmatch(name) or name in reserved or name.endswith(".uqff") or SHADOWS.fullmatch(name):
+        raise UsageError(f"{name!r} cannot name a file of an artifact: reserved, hiding weights, or no plain name")
 
 
 def _refuse_overlap(key: str, residual: Mapping[str, str]) -> None:

@@ -28,9 +28,9 @@ def zygote(tiny_llama: Path) -> Iterator[Zygote]:
 
 @pytest.fixture(scope="session")
 def tiny_artifact(zygote: Zygote, tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny Llama at qtip4, baked by the command line (read only)."""
+    """The tiny Llama at qtip4, baked by the command line without calibration (read only)."""
     target = tmp_path_factory.mktemp("baked") / "llama"
-    ok(zygote.run("bake", tiny_llama, "--isq", "qtip4", "-o", target))
+    ok(zygote.run("bake", tiny_llama, "--isq", "qtip4", "--calib", "none", "-o", target))
     return target
 
 

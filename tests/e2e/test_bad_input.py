@@ -174,7 +174,8 @@ RECIPES = {
     "0-9: {isq: qtip4}": ("0-9", "the model's layers are 0 to 1"),
     '0: {isq: qtip4, size: 3}': ("0:", "size"),
     'rules: [{match: "*.x_proj", isq: qtip4}]': ("*.x_proj", "matches no tensor"),
-    'rules: [{match: "lm_head", isq: qtip4}]': ("lm_head", "stays bf16"),
+    'rules: [{match: "model.norm", isq: qtip4}]': ("model.norm", "norm is not quantised"),
+    "embedding: q4_k": ("embedding", "unknown rung 'q4_k'", "q8_0"),
     "rules: [{": ("not valid YAML",),
     "0: {isq: qtip4}\n0: {isq: qtip3}": ("0", "comes twice"),
     "": ("expected a mapping",),
@@ -216,10 +217,32 @@ def test_an_option_out_of_range_is_refused_by_name(
 
 
 @pytest.mark.parametrize(
+    ("calib", "code", "named"),
+    [
+        (("no.txt",), SOURCE, ("no.txt: cannot be read: No such file or directory",)),
+        (("empty.txt",), SOURCE, ("empty.txt: empty; calibration needs text",)),
+        (("short.txt",), USAGE, ("--calib short.txt: expected at least 16 tokens of text",)),
+        (("noise.txt",), SOURCE, ("noise.txt: expected UTF-8 text",)),
+        (("bare",), USAGE, ("--calib bare: no .jsonl, .md, .txt file in it",)),
+        (("",), USAGE, ("--calib: expected a file, a folder or auto",)),
+        (("auto", "--calib-tokens", "0"), USAGE, ("--calib-tokens: expected at least 64, found 0",)),
+    ],
+)
+def test_calibration_text_that_is_of_no_use_is_refused_by_name(
+    zygote: Zygote, tiny_llama: Path, tmp_path: Path, calib: tuple[str, ...], code: int, named: tuple[str, ...]
+) -> None:
+    for name, data in {"empty.txt": b" \n", "short.txt": b"Hi.", "noise.txt": b"\xff\xfe"}.items():
+        (tmp_path / name).write_bytes(data)
+    (tmp_path / "bare").mkdir()
+    before = sorted(os.listdir(tmp_path))
+    refused(zygote.run("bake", tiny_llama, "--isq", "qtip4", "-o", "a", "--calib", *calib, cwd=tmp_path), code, *named)
+    assert sorted(os.listdir(tmp_path)) == before
+
+
+@pytest.mark.parametrize(
     ("argv", "named"),
     [
         (("bake", "x", "--isq", "qtip4", "--nope"), "--nope"),
-        (("bake", "x"), "--isq"),
         (("bake", "x", "--isq", "qtip4", "--jobs", "0"), "--jobs"),
         (("bake", "x", "--isq", "qtip4", "--seed", "one"), "--seed"),
         (("bake",), "model"),

@@ -16,14 +16,16 @@ from zygote import Zygote
 from arctool.bake.checkpoint import open_checkpoint
 from arctool.uqff.container import open_artifact
 
-SUBCOMMANDS = ("bake", "verify", "inspect", "run", "doctor")
+SUBCOMMANDS = ("bake", "verify", "eval", "inspect", "run", "doctor")
 
 
 def test_a_fresh_process_bakes_and_runs(tiny_llama: Path, tmp_path: Path) -> None:
     baked = ok(arctool("bake", tiny_llama, "--isq", "qtip4", "-o", "a", cwd=tmp_path))
     assert baked.stdout.startswith(f"{tmp_path}/a: ")
     assert "bits a quantised weight" in baked.stdout
-    assert "21/21 lm_head bf16" in baked.stderr
+    assert "21/21 lm_head q8_0" in baked.stderr
+    said = json.loads((tmp_path / "a" / "uqff_report.json").read_text())["arctool"]["calibration"]
+    assert (said["tokens"], said["window"], said["sampled"], said["auto"]) == (32768, 256, 4096, True)
     answered = ok(arctool("run", "a", "-p", "Hi", "--temperature", "0", "--max-tokens", "4", "--json", cwd=tmp_path))
     assert json.loads(answered.stdout)["completion_tokens"] == 4
     assert os.listdir(tmp_path) == ["a"]
@@ -36,14 +38,16 @@ def test_the_installed_script_is_the_same_command(tiny_artifact: Path) -> None:
 
 
 def test_every_architecture_bakes_and_the_artifact_holds_its_tensors(zygote: Zygote, tiny_checkpoint: Path, tmp_path: Path) -> None:
-    ok(zygote.run("bake", tiny_checkpoint, "--isq", "qtip4", "-o", "a", cwd=tmp_path))
+    ok(zygote.run("bake", tiny_checkpoint, "--isq", "qtip4", "--calib", "none", "-o", "a", cwd=tmp_path))
     with open_artifact(tmp_path / "a") as artifact, open_checkpoint(str(tiny_checkpoint)) as checkpoint:
         keys = artifact.keys()
         stored = {f"{key}.weight" for key in keys} | set(artifact.residual_names())
         biases = {spec.name for spec in checkpoint.specs if spec.name.endswith(".bias")}
         assert stored | biases == set(checkpoint.names())
-        quantised = [key for key in keys if artifact.weight(key).label != "bf16"]
-        assert len(quantised) == 7 * checkpoint.config.num_layers
+        labels = {key: artifact.weight(key).label for key in keys}
+        assert sum(label.startswith("trellis-") for label in labels.values()) == 7 * checkpoint.config.num_layers
+        tables = {"model.embed_tokens"} if checkpoint.config.tie_word_embeddings else {"model.embed_tokens", "lm_head"}
+        assert {key for key, label in labels.items() if label == "q8_0"} == tables
         assert all(artifact.bias(name.removesuffix(".bias")) is not None for name in biases)
         assert artifact.config_json == checkpoint.config_json
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
@@ -51,23 +55,26 @@ def test_every_architecture_bakes_and_the_artifact_holds_its_tensors(zygote: Zyg
     ok(zygote.run("verify", "a", "--source", tiny_checkpoint, cwd=tmp_path))
 
 
-def test_every_rung_bakes_and_verifies_here_all_in_one_artifact(zygote: Zygote, tiny_llama: Path, tmp_path: Path) -> None:
-    rungs = ("qtip2", "qtip2b", "qtip2-v4", "qtip2.25-v4", "qtip3", "qtip3b", "qtip4", "qtip4b")
+def test_every_choice_bakes_verifies_and_runs_here_all_in_one_artifact(zygote: Zygote, tiny_llama: Path, tmp_path: Path) -> None:
+    rungs = ("qtip2", "qtip2b", "qtip2-v4", "qtip2.25-v4", "qtip3", "qtip3b", "qtip4", "qtip4b", "q8_0")
     projections = ("self_attn.q", "self_attn.k", "self_attn.v", "self_attn.o", "mlp.gate", "mlp.up", "mlp.down")
     names = [f"model.layers.{layer}.{name}_proj" for layer in (0, 1) for name in projections]
     rules = "".join(f'  - {{match: "{name}", isq: {rung}}}\n' for name, rung in zip(names, rungs, strict=False))
-    (tmp_path / "r.yml").write_text(f"rules:\n{rules}")
-    ok(zygote.run("bake", tiny_llama, "--isq", "bf16", "--recipe", "r.yml", "-o", "a", cwd=tmp_path))
+    (tmp_path / "r.yml").write_text(f"embedding: qtip4b\nhead: qtip4\nrules:\n{rules}")
+    ok(zygote.run("bake", tiny_llama, "--isq", "bf16", "--recipe", "r.yml", "--calib", "none", "-o", "a", cwd=tmp_path))
     report = json.loads(ok(zygote.run("verify", "a", "--source", tiny_llama, "--json", cwd=tmp_path)).stdout)
     assert report["passed"]
-    assert report["implementations"]["counts"]["tensors compared"] == 8
-    assert len({row["label"] for row in report["errors"] if row["limit"] is not None}) == 8
+    counts = report["implementations"]["counts"]
+    assert (counts["tensors compared"], counts["trellis tensors"], counts["GGML tensors"]) == (11, 10, 1)
+    assert len({row["label"] for row in report["errors"] if row["limit"] is not None}) == 9
+    answer = ok(zygote.run("run", "a", "-p", "Hi", "--temperature", "0", "--max-tokens", "3", "--json", cwd=tmp_path))
+    assert json.loads(answer.stdout)["completion_tokens"] == 3
 
 
 def test_a_gguf_file_bakes_to_the_layers_of_the_directory_it_was_made_from(zygote: Zygote, tiny_llama: Path, tmp_path: Path) -> None:
     gguf = write_gguf(tiny_llama, tmp_path / "tiny.gguf", "llama")
-    ok(zygote.run("bake", gguf, "--isq", "qtip4", cwd=tmp_path))
-    ok(zygote.run("bake", tiny_llama, "--isq", "qtip4", cwd=tmp_path))
+    ok(zygote.run("bake", gguf, "--isq", "qtip4", "--calib", "none", cwd=tmp_path))
+    ok(zygote.run("bake", tiny_llama, "--isq", "qtip4", "--calib", "none", cwd=tmp_path))
     assert sorted(os.listdir(tmp_path)) == ["llama-qtip4", "tiny-qtip4", "tiny.gguf"]
     for name in ("model-0.uqff", "residual.safetensors"):
         assert (tmp_path / "tiny-qtip4" / name).read_bytes() == (tmp_path / "llama-qtip4" / name).read_bytes()
@@ -76,7 +83,7 @@ def test_a_gguf_file_bakes_to_the_layers_of_the_directory_it_was_made_from(zygot
 def test_a_hub_id_bakes_to_the_layers_of_its_directory(tiny_artifact: Path, tiny_llama: Path, tmp_path: Path) -> None:
     with HubStandIn(tiny_llama) as hub:
         environment = {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
-        done = ok(arctool("bake", f"tiny/llama@{COMMIT}", "--isq", "qtip4", "--json", cwd=tmp_path, **environment))
+        done = ok(arctool("bake", f"tiny/llama@{COMMIT}", "--isq", "qtip4", "--calib", "none", "--json", cwd=tmp_path, **environment))
         assert json.loads(done.stdout)["path"] == str(tmp_path / "llama-qtip4")
         missing = arctool("bake", "tiny/absent", "--isq", "qtip4", cwd=tmp_path, **environment)
     refused(missing, 3, "tiny/absent: no such repository")
@@ -85,19 +92,20 @@ def test_a_hub_id_bakes_to_the_layers_of_its_directory(tiny_artifact: Path, tiny
 
 
 def test_without_an_output_the_artifact_is_named_after_model_and_rung(zygote: Zygote, tiny_llama: Path, tmp_path: Path) -> None:
-    done = ok(zygote.run("bake", f"{tiny_llama}/", "--isq", "qtip4b", cwd=tmp_path))
+    done = ok(zygote.run("bake", f"{tiny_llama}/", "--isq", "qtip4b", "--calib", "none", cwd=tmp_path))
     assert done.stdout.startswith(f"{tmp_path}/llama-qtip4b: ")
     assert os.listdir(tmp_path) == ["llama-qtip4b"]
 
 
 def test_json_is_all_that_goes_to_standard_output_and_quiet_is_quiet(zygote: Zygote, tiny_llama: Path, tmp_path: Path) -> None:
-    done = ok(zygote.run("bake", tiny_llama, "--isq", "qtip4", "-o", "a", "--json", cwd=tmp_path))
+    done = ok(zygote.run("bake", tiny_llama, "--isq", "qtip4", "--calib", "none", "-o", "a", "--json", cwd=tmp_path))
     result = json.loads(done.stdout)
     assert result["path"] == str(tmp_path / "a")
     assert result["resumed"] == 0
-    assert result["quantised_parameters"] == 2 * (64 * 64 * 2 + 64 * 32 * 2 + 64 * 96 * 3)
-    assert done.stderr.splitlines() == ["21/21 lm_head bf16"]
-    assert ok(zygote.run("bake", tiny_llama, "--isq", "qtip4", "-o", "b", "--quiet", cwd=tmp_path)).stderr == ""
+    assert result["quantised_parameters"] == 2 * (64 * 64 * 2 + 64 * 32 * 2 + 64 * 96 * 3) + 2 * 512 * 64
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("21/21 lm_head q8_0")
+    assert ok(zygote.run("bake", tiny_llama, "--isq", "qtip4", "--calib", "none", "-o", "b", "--quiet", cwd=tmp_path)).stderr == ""
     for argv in (("inspect", "a", "--json"), ("verify", "a", "--json"), ("doctor", "--json")):
         done = ok(zygote.run(*argv, cwd=tmp_path))
         assert isinstance(json.loads(done.stdout), dict)
@@ -109,18 +117,18 @@ def test_threads_move_no_byte_and_the_seed_does(zygote: Zygote, tiny_llama: Path
         "one": ("--jobs", "1"), "two": ("--jobs", "2"), "five": ("--jobs", "5"),
         "again": ("--seed", "0"), "seven": ("--seed", "7"), "seven2": ("--seed", "7"),
     }.items():  # fmt: skip
-        ok(zygote.run("bake", tiny_llama, "--isq", "qtip4", "-o", name, *options, cwd=tmp_path))
+        ok(zygote.run("bake", tiny_llama, "--isq", "qtip4", "--calib", "none", "-o", name, *options, cwd=tmp_path))
     one, seven = tree(tmp_path / "one"), tree(tmp_path / "seven")
     assert tree(tmp_path / "two") == tree(tmp_path / "five") == tree(tmp_path / "again") == one
     assert tree(tmp_path / "seven2") == seven
-    assert {name for name in one if one[name] != seven[name]} == {"model-0.uqff", "uqff_report.json"}
+    assert {name for name in one if one[name] != seven[name]} == {"model-0.uqff", "uqff_report.json", "README.md"}
 
 
 def test_a_recipe_decides_layer_by_layer(zygote: Zygote, tiny_llama: Path, tmp_path: Path) -> None:
     (tmp_path / "r.yml").write_text(
         '1: {isq: qtip2-v4}\nrules:\n  - {match: "*.v_proj", isq: qtip4b}\n  - {match: "*.up_proj", skip: true}\n'
     )
-    ok(zygote.run("bake", tiny_llama, "--isq", "qtip4", "--recipe", "r.yml", "-o", "a", cwd=tmp_path))
+    ok(zygote.run("bake", tiny_llama, "--isq", "qtip4", "--calib", "none", "--recipe", "r.yml", "-o", "a", cwd=tmp_path))
     with open_artifact(tmp_path / "a") as artifact:
         keys = artifact.keys()
         labels = {key: artifact.weight(key).label for key in keys}
@@ -129,21 +137,27 @@ def test_a_recipe_decides_layer_by_layer(zygote: Zygote, tiny_llama: Path, tmp_p
     assert labels[layer.format(1, "self_attn.q_proj")].startswith("trellis-k8v4l12")
     assert labels[layer.format(0, "self_attn.v_proj")] == labels[layer.format(1, "self_attn.v_proj")]
     assert labels[layer.format(0, "mlp.up_proj")] == "bf16"
-    assert len(set(labels.values())) == 4
+    assert (labels["model.embed_tokens"], labels["lm_head"]) == ("q8_0", "q8_0")
+    assert len(set(labels.values())) == 5
 
 
 def test_a_finished_bake_run_again_changes_nothing(zygote: Zygote, tiny_llama: Path, tmp_path: Path) -> None:
-    argv = ("bake", tiny_llama, "--isq", "qtip4", "-o", "a")
+    argv = ("bake", tiny_llama, "--isq", "qtip4", "--calib", "none", "-o", "a")
     ok(zygote.run(*argv, cwd=tmp_path))
-    before = {path: path.stat() for path in (tmp_path / "a").iterdir()}
+
+    def files() -> dict[Path, tuple[int, int, int]]:
+        """Not when they were last read: the second run reads them to know that they are whole."""
+        return {path: (path.stat().st_ino, path.stat().st_mtime_ns, path.stat().st_size) for path in (tmp_path / "a").iterdir()}
+
+    before = files()
     again = ok(zygote.run(*argv, "--json", cwd=tmp_path))
     assert json.loads(again.stdout)["resumed"] == 21
-    assert {path: path.stat() for path in (tmp_path / "a").iterdir()} == before
+    assert files() == before
     assert os.listdir(tmp_path) == ["a"]
 
 
 def test_force_replaces_an_artifact_and_nothing_but_an_artifact(zygote: Zygote, tiny_llama: Path, tmp_path: Path) -> None:
-    argv = ("bake", tiny_llama, "-o", "a", "--isq")
+    argv = ("bake", tiny_llama, "--calib", "none", "-o", "a", "--isq")
     ok(zygote.run(*argv, "qtip4", cwd=tmp_path))
     refused(zygote.run(*argv, "qtip4b", cwd=tmp_path), 6, f"{tmp_path}/a", "already exists")
     refused(zygote.run(*argv, "qtip4", "--seed", "1", cwd=tmp_path), 6, "already exists")
@@ -179,7 +193,7 @@ def test_what_the_source_has_besides_the_model_is_noted(zygote: Zygote, copy_che
     model = copy_checkpoint("llama")  # type: ignore[operator]
     weights = load_file(model / "model.safetensors")
     save_file({**weights, "vision.patch": weights["model.norm.weight"]}, model / "model.safetensors")
-    done = ok(zygote.run("bake", model, "--isq", "qtip4", "-o", "a", "--json", cwd=tmp_path))
+    done = ok(zygote.run("bake", model, "--isq", "qtip4", "--calib", "none", "-o", "a", "--json", cwd=tmp_path))
     assert "note: vision.patch" in done.stderr
     json.loads(done.stdout)
 
@@ -197,11 +211,11 @@ def test_the_error_of_each_layer_is_the_same_in_progress_report_and_verification
 ) -> None:
     report = json.loads(ok(zygote.run("verify", tiny_artifact, "--source", tiny_llama, "--json")).stdout)
     stated = {row["key"]: row["relative_error"] for row in json.loads(ok(zygote.run("inspect", tiny_artifact, "--json")).stdout)["layers"]}
-    measured = {row["key"]: row["relative_error"] for row in report["errors"] if row["limit"] is not None}
-    assert len(measured) == 14
-    for key, error in measured.items():
+    measured = {row["key"]: (row["relative_error"], row["label"]) for row in report["errors"] if row["limit"] is not None}
+    assert sorted(label for _, label in measured.values()) == ["q8_0"] * 2 + ["trellis-k4v1l12-bf16"] * 14
+    for key, (error, label) in measured.items():
         assert error == pytest.approx(stated[key], rel=1e-3)
-        assert 0.0039 < error < 0.012
+        assert 2e-5 < error < 4e-5 if label == "q8_0" else 0.0039 < error < 0.012
 
 
 def test_a_prompt_comes_from_standard_input_too(zygote: Zygote, tiny_artifact: Path, tmp_path: Path) -> None:

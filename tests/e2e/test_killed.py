@@ -50,7 +50,7 @@ def strangers(folder: Path) -> list[str]:
 def test_killed_at_any_call_a_bake_leaves_nothing_or_all_and_the_next_run_is_the_same_to_the_byte(
     zygote: Zygote, one_layer: Path, memory_path: Path
 ) -> None:
-    argv = ("bake", one_layer, "--isq", "qtip4", "-q", "-o", "a", "--json")
+    argv = ("bake", one_layer, "--isq", "qtip4", "--calib", "none", "-q", "-o", "a", "--json")
     place, count = memory_path / "place", memory_path / "count"
     place.mkdir()
     ok(zygote.run(*argv, cwd=place, hook=KILL.format(at=-1, count=str(count))))
@@ -75,12 +75,15 @@ def test_killed_at_any_call_a_bake_leaves_nothing_or_all_and_the_next_run_is_the
     assert resumed >= set(range(8))
 
 
+@pytest.mark.parametrize("options", [("--calib", "none"), ("--calib-tokens", "512", "--no-measure")], ids=["rounded", "calibrated"])
 def test_killed_by_the_clock_a_bake_leaves_nothing_or_all_and_goes_on(
-    zygote: Zygote, tiny_llama: Path, tiny_artifact: Path, tmp_path: Path
+    zygote: Zygote, tiny_llama: Path, tmp_path: Path, options: tuple[str, ...]
 ) -> None:
     """Wherever a kill falls, between the calls of the test above too: one run is killed again and again until it is through."""
-    argv = ("bake", tiny_llama, "--isq", "qtip4", "-q", "-o", "a", "--jobs", "2")
-    whole = tree(tiny_artifact)
+    argv = ("bake", tiny_llama, "--isq", "qtip4", *options, "-q", "-o", "a", "--jobs", "2")
+    ok(zygote.run(*argv, cwd=tmp_path))
+    whole = tree(tmp_path / "a")
+    shutil.rmtree(tmp_path / "a")
     began = time.monotonic()
     ok(zygote.run(*argv, cwd=tmp_path))
     span = time.monotonic() - began
@@ -109,7 +112,7 @@ def killed_after(child: Child, seconds: float) -> bool:
 
 
 def test_a_replacement_killed_at_any_call_leaves_the_old_artifact_or_the_new(zygote: Zygote, one_layer: Path, memory_path: Path) -> None:
-    argv = ("bake", one_layer, "-q", "--force", "-o", "a", "--isq")
+    argv = ("bake", one_layer, "-q", "--force", "-o", "a", "--calib", "none", "--isq")
     place, count = memory_path / "place", memory_path / "count"
     place.mkdir()
     ok(zygote.run(*argv, "bf16", cwd=place))
@@ -150,7 +153,7 @@ Journal.store = counted
 def test_control_c_keeps_the_finished_layers_and_the_same_command_goes_on(
     zygote: Zygote, tiny_llama: Path, tiny_artifact: Path, tmp_path: Path, layers: int
 ) -> None:
-    argv = ("bake", tiny_llama, "--isq", "qtip4", "-q", "-o", "a", "--json")
+    argv = ("bake", tiny_llama, "--isq", "qtip4", "--calib", "none", "-q", "-o", "a", "--json")
     hook = AFTER_LAYERS.format(count=layers, action="os.kill(os.getpid(), signal.SIGINT)")
     line = refused(
         zygote.run(*argv, cwd=tmp_path, hook=hook), InterruptedByUser.exit_code, f"interrupted; {layers} of 14 layers are kept in"
@@ -167,7 +170,7 @@ def test_control_c_keeps_the_finished_layers_and_the_same_command_goes_on(
 def test_control_c_anywhere_else_is_one_line_too(zygote: Zygote, tiny_llama: Path, tmp_path: Path, place: str) -> None:
     module, _, name = place.rpartition(".")
     hook = f"import os, signal, {module} as m\nm.{name} = lambda *a, **o: os.kill(os.getpid(), signal.SIGINT)"
-    done = zygote.run("bake", tiny_llama, "--isq", "qtip4", "-q", "-o", "a", cwd=tmp_path, hook=hook)
+    done = zygote.run("bake", tiny_llama, "--isq", "qtip4", "--calib", "none", "-q", "-o", "a", cwd=tmp_path, hook=hook)
     assert done.code == InterruptedByUser.exit_code
     assert done.stderr == "arctool: interrupted\n"
     assert set(os.listdir(tmp_path)) <= {"a"}
@@ -178,7 +181,7 @@ def test_two_bakes_to_one_output_do_not_meet(zygote: Zygote, tiny_llama: Path, t
     place.mkdir()
     for pipe in (arrived, go_on):
         os.mkfifo(pipe)
-    argv = ("bake", tiny_llama, "--isq", "qtip4", "-q", "-o", "a")
+    argv = ("bake", tiny_llama, "--isq", "qtip4", "--calib", "none", "-q", "-o", "a")
     wait = f"open({str(arrived)!r}, 'w').close(); open({str(go_on)!r}).close()"
     first = zygote.start(*argv, cwd=place, hook=AFTER_LAYERS.format(count=3, action=wait))
     arrived.open().close()
@@ -204,7 +207,7 @@ def test_layers_of_another_seed_source_or_recipe_are_not_mixed_in(
     zygote: Zygote, tiny_checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
     stop = AFTER_LAYERS.format(count=6, action="os.kill(os.getpid(), signal.SIGKILL)")
-    llama = ("bake", tiny_checkpoints["llama"], "-q", "--json", "-o")
+    llama = ("bake", tiny_checkpoints["llama"], "--calib", "none", "-q", "--json", "-o")
     wanted = ("--isq", "qtip4", "--seed", "3", "--recipe", str(recipe(tmp_path, "qtip4", "qtip3")))
     place = tmp_path / "place"
     place.mkdir()
@@ -213,7 +216,7 @@ def test_layers_of_another_seed_source_or_recipe_are_not_mixed_in(
         (*llama, "a", *wanted, "--seed", "4"),
         (*llama, "a", "--isq", "qtip3", "--seed", "3"),
         (*llama, "a", "--isq", "qtip4", "--seed", "3", "--recipe", recipe(tmp_path, "qtip3", "qtip4")),
-        ("bake", tiny_checkpoints["mistral"], "-q", "-o", "a", *wanted),
+        ("bake", tiny_checkpoints["mistral"], "--calib", "none", "-q", "-o", "a", *wanted),
     )
     for other in others:
         assert zygote.run(*other, cwd=place, hook=stop).code == -signal.SIGKILL
@@ -226,7 +229,7 @@ def test_layers_of_another_seed_source_or_recipe_are_not_mixed_in(
 
 
 def test_a_damaged_journal_costs_the_damaged_layers_only(zygote: Zygote, tiny_llama: Path, tiny_artifact: Path, tmp_path: Path) -> None:
-    argv = ("bake", tiny_llama, "--isq", "qtip4", "-q", "--json", "-o", "a")
+    argv = ("bake", tiny_llama, "--isq", "qtip4", "--calib", "none", "-q", "--json", "-o", "a")
     stop = AFTER_LAYERS.format(count=8, action="os.kill(os.getpid(), signal.SIGKILL)")
     assert zygote.run(*argv, cwd=tmp_path, hook=stop).code == -signal.SIGKILL
     journal = tmp_path / ".a.arctool-journal"
@@ -245,7 +248,7 @@ def test_a_damaged_journal_costs_the_damaged_layers_only(zygote: Zygote, tiny_ll
 
 
 def test_a_damaged_journal_header_costs_the_journal(zygote: Zygote, tiny_llama: Path, tiny_artifact: Path, tmp_path: Path) -> None:
-    argv = ("bake", tiny_llama, "--isq", "qtip4", "-q", "--json", "-o", "a")
+    argv = ("bake", tiny_llama, "--isq", "qtip4", "--calib", "none", "-q", "--json", "-o", "a")
     stop = AFTER_LAYERS.format(count=2, action="os.kill(os.getpid(), signal.SIGKILL)")
     assert zygote.run(*argv, cwd=tmp_path, hook=stop).code == -signal.SIGKILL
     (tmp_path / ".a.arctool-journal" / "bake.json").write_bytes(b"{")

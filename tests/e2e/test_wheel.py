@@ -52,13 +52,20 @@ def test_the_wheel_holds_the_package_and_its_tables_and_nothing_else(wheel: Path
     assert all(not name.endswith((".pyc", ".orig")) for name in names)
 
 
+def test_the_wheel_holds_the_texts_that_it_calibrates_and_measures_with(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        for name in ("bake/texts/calibration.txt", "run/texts/evaluation.txt", "run/texts/validation.txt"):
+            assert archive.read(f"arctool/{name}") == (ROOT / "arctool" / name).read_bytes()
+            assert f"`{Path(name).name}`" in archive.read(f"arctool/{Path(name).parent}/README.md").decode()
+
+
 def test_an_empty_environment_with_the_wheel_is_healthy_and_bakes_the_bytes_of_the_tree(
     environment: Path, tiny_llama: Path, tiny_artifact: Path, tmp_path: Path
 ) -> None:
     command = (str(environment / "bin" / "arctool"),)
     found = json.loads(ok(arctool("doctor", "--json", command=command, cwd=tmp_path)).stdout)
     assert found["healthy"]
-    ok(arctool("bake", tiny_llama, "--isq", "qtip4", "-o", "a", command=command, cwd=tmp_path))
+    ok(arctool("bake", tiny_llama, "--isq", "qtip4", "--calib", "none", "-o", "a", command=command, cwd=tmp_path))
     assert tree(tmp_path / "a") == tree(tiny_artifact)
     assert "verified" in ok(arctool("verify", "a", command=command, cwd=tmp_path)).stdout
     here = subprocess.run(

@@ -105,7 +105,7 @@ def serve(warm: str) -> None:
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         path = str(Path(folder) / "a")
         for argv in (
-            ["bake", warm, "--isq", "qtip4", "-o", path],
+            ["bake", warm, "--isq", "qtip4", "--calib-tokens", "64", "--no-measure", "-o", path],
             ["inspect", path],
             ["verify", path, "--source", warm],
             ["run", path, "--prompt", "warm", "--max-tokens", "2"],

@@ -61,7 +61,7 @@ def test_an_inspection_shows_hostile_text_as_it_is(name: str) -> None:
 def test_a_verification_shows_hostile_text_as_it_is(name: str) -> None:
     text, seen = HOSTILE[name]
     answer = Answer("container", True, False, {text: 1}, (text,), 1, (text,))
-    report = VerifyReport(text, answer, answer, answer, answer, (), (LayerError(text, text, 0.5, None),))
+    report = VerifyReport(text, answer, answer, answer, answer, (), (LayerError(text, text, 0.5, None, 0.5),))
     found = shown(verification(report))
     assert found.count(seen) == 4 * 3 + 2
     assert "\x1b" not in found

@@ -167,7 +167,7 @@ LIES: dict[str, tuple[Callable[[dict], object], str]] = {  # type: ignore[type-a
     "another tool": (lambda r: r["generated_by"].update(tool="mistralrs"), r"generated_by\.tool"),
     "another rung": (lambda r: r["outputs"][0].update(quant="qtip4"), r"outputs\[0\]\.quant"),
     "a hidden fallback": (lambda r: r["outputs"][0].update(fallback_count=1), r"fallback_count"),
-    "an invented field": (lambda r: r["arctool"].update(quality="best"), r"arctool\.quality"),
+    "an invented field": (lambda r: r["arctool"].update(praise="best"), r"arctool\.praise"),
     "a hash": (
         lambda r: r["arctool"]["sha256"]["entries"].update({"lm_head.weight": "0" * 64}),
         r"entry lm_head\.weight: SHA-256 [0-9a-f]{64} is not the 0000",
