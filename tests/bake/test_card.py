@@ -220,6 +220,8 @@ def test_a_bar_in_a_cell_is_no_wall_of_the_table() -> None:
     cells = [token for token in MarkdownIt("commonmark").enable("table").parse(text) if token.type == "inline"]
     assert [cell.content for cell in cells[:4]] == ["a", "b", "x|y", "z"]
     assert len(cells) == 6
+    # Where backslashes are counted in pairs, an escaped one would leave the bar bare.
+    assert "\\\\|" not in text
 
 
 def test_bits_and_weights_are_counted_by_rung_and_part() -> None:
@@ -350,4 +352,7 @@ def test_nothing_of_the_machine_is_in_it() -> None:
 
 def test_a_long_name_is_not_folded_by_the_yaml_writer() -> None:
     name = "x " * 3000
-    assert front(card(replace(SUBJECT, info=replace(INFO, base_model=name))))["base_model"] == name
+    text = card(replace(SUBJECT, info=replace(INFO, base_model=name)))
+    assert front(text)["base_model"] == name
+    assert text.index("\n---\n") - len(name) < 400
+    assert text.count("\n") == card(SUBJECT).count("\n")

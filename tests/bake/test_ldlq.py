@@ -159,8 +159,8 @@ def test_feedback_is_worth_having(name: str, pool: ThreadPoolExecutor) -> None:
 @pytest.mark.parametrize("shape", [(1, 64), (5, 36), (66, 32)], ids=str)
 @pytest.mark.parametrize("kind", list(kinds(32)))
 def test_it_never_does_worse_than_rounding(kind: str, shape: tuple[int, int], pool: ThreadPoolExecutor) -> None:
-    """The smallest layers of the first seeds include ones where chance lets rounding win."""
-    for seed in range(4 if shape[0] < 66 else 1):
+    """Of the single rows, those of seed 4 at one loud channel and 6 at rank 1 are ones where rounding wins by chance."""
+    for seed in (0, 4, 6) if shape[0] < 66 else (0,):
         given = layer(*shape, kinds(shape[1])[kind], seed)
         for name in ("qtip2-v4", "qtip4"):
             fed, rounded = given.feed(name, pool), given.round(name, pool)

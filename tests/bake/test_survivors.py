@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from arctool.bake import survivor_ir, survivors
 from arctool.bake.ldlq import feedback
+from arctool.bake.survivor_ir import least_of
 from arctool.bake.survivors import COMMIT, CROWD, DELAY, MARGIN, Feedback, exact_metric, layout, rows_per_chunk, search_rows, workspace
 from arctool.bake.viterbi import Searcher
 from arctool.quant.codebooks import RUNGS
@@ -191,6 +192,16 @@ def test_what_deciding_late_costs_over_a_search_of_the_whole_row(name: str, dela
     whole = Searcher(geometry, values).search(targets)
     late, least = (((values[found].reshape(targets.shape) - targets).astype(np.float64) ** 2).mean() for found in (states, whole))
     assert least < late <= LATE[name, delay, rows] * least
+
+
+@pytest.mark.parametrize("count", [4, 8, 64])
+def test_the_least_of_values_is_found_in_every_place(count: int) -> None:
+    least = numba.njit(lambda values: least_of(values, count))
+    values = np.random.default_rng(count).uniform(-5, 5, count).astype(np.float32)
+    for place in range(count):
+        found = values.copy()
+        found[place] = -6 - place
+        assert least(found) == -6 - place
 
 
 def test_the_survivors_feedback_begins_at_a_cache_line_and_at_zero() -> None:

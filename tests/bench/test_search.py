@@ -183,3 +183,4 @@ def test_the_curve_in_the_document_is_what_was_measured() -> None:
     assert {one["geometry"] for one in value["windows"]} == {"K8V4L12", "K4V2L16"}
     assert value["conditions"]["rows"] >= 32
     assert value["conditions"]["processor"] in section
+    assert f"a bake's delay is {DELAY} columns" in section

@@ -500,6 +500,19 @@ def test_a_layer_that_is_not_its_source_is_found(artifact: Path, name: str) -> N
     assert re.search(words, report.source.failures[0]), report.source.failures
 
 
+def test_a_calibrated_layer_may_be_further_from_its_source_but_not_another_layer(artifact: Path) -> None:
+    rounded = check(artifact, source=Truth())
+    path = artifact / "uqff_report.json"
+    report = json.loads(path.read_text())
+    report["arctool"]["calibration"] = {"tokens": 8192}
+    path.write_text(json.dumps(report))
+    key = "model.layers.0.q"
+    for found, limit in ((rounded, 0.25), (check(artifact, source=Truth()), 0.9)):
+        assert {error.key: error.plausible for error in found.errors}[key] == limit
+    other = check(artifact, source=Truth({key: samples.trellis("K4V2L16", rotated=False)})).source
+    assert re.search(r"model.layers.0.q: relative error .* at most 0.9 is plausible", other.failures[0])
+
+
 def test_the_relative_error_is_the_squared_norm_over_the_sources(artifact: Path) -> None:
     # stored 0, 0.5, …, 2.5: ‖W‖² = 55/4; one value off by a half: 1/4 over ‖source‖² = (55 + 11) / 4
     source = np.array([[0, 0.5, 1.0], [1.5, 2.0, 3.0]], np.float32)
