@@ -128,7 +128,7 @@ def test_the_delay_of_a_bake_gives_the_very_streams_of_a_bake() -> None:
     assert fixture.fed(ours).tolist() == fixture.fed(same).tolist() != fixture.fed(other).tolist()
 
 
-@pytest.mark.parametrize(("commit", "delay"), [(16, 8), (16, 24), (0, 16), (16, -16), (8, 0), (8, 16), (-16, 32)])
+@pytest.mark.parametrize(("commit", "delay"), [(16, 8), (16, 24), (32, 16), (0, 16), (16, -16), (8, 0), (8, 16), (-16, 32)])
 def test_a_window_that_the_loops_cannot_take_is_refused(commit: int, delay: int) -> None:
     with pytest.raises(ValueError, match=f"found {commit}(,| and) {delay}"):
         survivors.span_of(commit, delay)

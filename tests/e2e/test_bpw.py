@@ -106,7 +106,8 @@ def test_killed_after_any_step_the_same_command_ends_with_the_same_bytes(zygote:
         kept.append(json.loads(again.stdout)["resumed"])
         assert tree(place / "a") == whole, at
         assert os.listdir(place) == ["a"]
-    assert set(kept) >= {0, 3, 7}
+    assert {0, 7} < set(kept)
+    assert len(set(kept)) >= 4, kept
 
 
 def test_control_c_says_where_the_layers_are(zygote: Zygote, one_layer: Path, tmp_path: Path) -> None:
