@@ -5,8 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import torch
 from locations import load_script
+from tiny_gguf import write_gguf
+
+from arctool.bake.checkpoint import open_checkpoint
+from arctool.quant.bf16 import to_bf16
 
 
 def test_the_script_makes_the_committed_bytes_again(tiny_checkpoints: dict[str, Path], tmp_path: Path) -> None:
@@ -40,3 +45,16 @@ def test_the_configs_hold_what_engines_get_wrong(tiny_checkpoints: dict[str, Pat
     assert configs["mistral"]["sliding_window"] == 8
     assert configs["qwen3"]["head_dim"] != configs["qwen3"]["hidden_size"] // configs["qwen3"]["num_attention_heads"]
     assert [name for name, config in configs.items() if config["tie_word_embeddings"]] == ["qwen2"]
+
+
+def test_the_real_model_s_directory_is_made_from_a_gguf_file_and_carries_its_licence(
+    tiny_checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    gguf = write_gguf(tiny_checkpoints["llama"], tmp_path / "tiny.gguf", "llama", metadata={"general.license": "apache-2.0"})
+    with open_checkpoint(str(gguf)) as source:
+        load_script("make_smollm2").write_hf_directory(source, tmp_path / "made")
+        expected = {name: to_bf16(source.tensor(name)) for name in source.names()}
+    with open_checkpoint(str(tmp_path / "made")) as made:
+        assert made.terms.licence == "apache-2.0"
+        assert sorted(made.names()) == sorted(expected)
+        assert all(np.array_equal(to_bf16(made.tensor(name)), expected[name]) for name in expected)
