@@ -34,7 +34,8 @@ from arctool.bake.rounding import (
     start_scales,
     turn,
 )
-from arctool.bake.survivors import COMMIT, DELAY, Feedback, exact_metric, rows_per_chunk, search_rows, span_of
+from arctool.bake.survivor_ir import BLOCK
+from arctool.bake.survivors import Feedback, check_delay, delay_of, exact_metric, rows_per_chunk, search_rows
 from arctool.quant.hadamard import Rotation, block_hadamard
 from arctool.quant.trellis import Geometry
 
@@ -53,7 +54,7 @@ class Method:
     """How layers are searched. The defaults are what a bake does; the others exist to measure what each part is worth.
 
     `share`: how much of the drift before a layer it makes good (`compensation`); `gains`: `GAIN_FACTORS`; `refit`: whether a row's scale
-    is fitted to its values under H; `blocks`: feedback only from whole blocks of COMMIT columns to later ones, as LDLQ was published;
+    is fitted to its values under H; `blocks`: feedback only from whole blocks of BLOCK columns to later ones, as LDLQ was published;
     `quantised_prefix`: whether inputs come through layers as they will be stored.
     """
 
@@ -109,24 +110,25 @@ def factor(hessian: NDArray[np.float64], step: int) -> tuple[NDArray[np.float32]
     return unit, weights
 
 
-def feedback(hessian: NDArray[np.float64], geometry: Geometry, blocks: bool = False, commit: int = COMMIT, delay: int = DELAY) -> Feedback:
+def feedback(hessian: NDArray[np.float64], geometry: Geometry, blocks: bool = False, delay: int | None = None) -> Feedback:
     """Factor a damped Hessian, f64 [n, n], for the search of `geometry`. `blocks`: as in `Method`, for widths that hold whole blocks.
 
-    `commit`, `delay`: the search's window. Raises ValueError where it has no factor.
+    `delay`: columns that a decision waits for, None for what a bake takes. Raises ValueError where H has no factor.
     """
     v, n = geometry.v, len(hessian)
-    unit, weights = factor(hessian, COMMIT if blocks else v)
+    unit, weights = factor(hessian, BLOCK if blocks else v)
     if blocks:
         weights = np.broadcast_to(np.eye(v), (n // v, v, v))
     traces = np.trace(weights, axis1=1, axis2=2) / v
     if not exact_metric(geometry):
         weights = traces[:, None, None] * np.eye(v)
-    span = span_of(commit, delay)
-    near = np.zeros((n, span), np.float32)
+    reach = BLOCK + check_delay(delay_of(geometry) if delay is None else delay)
+    near = np.zeros((n, reach), np.float32)
     for row in range(n):
-        first, last = row // v * v + v, min(n, (row // commit + 1) * commit + delay)
-        near[row, np.arange(first, last) % span] = unit[row, first:last]
-    return Feedback((weights / traces.mean()).astype(np.float32), near.reshape(-1), unit, commit, delay)
+        block, first = row // BLOCK * BLOCK, row // v * v + v
+        last = min(n, block + reach)
+        near[row, first - block : last - block] = unit[row, first:last]
+    return Feedback((weights / traces.mean()).astype(np.float32), near, unit)
 
 
 def damped(hessian: NDArray[np.float64], geometry: Geometry, blocks: bool = False) -> Feedback:

@@ -20,7 +20,7 @@ from arctool.quant.codebooks import Rung, rung
 from arctool.uqff.container import BakeInfo
 
 ROUNDING = "round-rows-1"
-FEEDBACK = "feedback-rows-1"
+FEEDBACK = "feedback-rows-2"
 """Name what turns weights into bytes, without and with calibration; to be changed with any change of those bytes."""
 
 

@@ -5,7 +5,8 @@ Minimises Σ_t ½ η_t D_t η_tᵀ over a row's streams, η_t = x_t − c_t, whe
 errors e = w − c before it (LDLQ; `ldlq.py` makes M and D). Two streams that meet in a node have different errors behind them, hence
 different targets ahead, so each node keeps its survivor's own feedback for the next columns. Against feedback from committed blocks
 only, that takes the feedback down from 16 columns to one step and lets every decision wait until `DELAY` columns have confirmed it,
-and still each step is searched once.
+and still each step is searched once. What moves at every step is a survivor's feedback to the columns of its block and its errors in it;
+what these feed to the columns beyond is added up once a block. Both lie in as many slots as there are survivors, not nodes.
 
 A step's state s = n·2^k + j leads from node p = s mod 2^(l−k) to node n. Rows go through the steps in lockstep; nothing passes
 between them.
@@ -20,18 +21,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from arctool.bake.survivor_ir import aim_survivors, block_width, hand_over, least_of, select_survivors
+from arctool.bake.survivor_ir import BLOCK, TRAIL, aim_survivors, block_width, extend_survivors, hand_over, least_of, select_survivors
 from arctool.kernels.cpu.jit import jit
 from arctool.quant.trellis import Geometry
 
-COMMIT = 16
-"""Columns that are decided together."""
+DELAY = 64
+"""Columns that a decision waits for, and the columns beyond its block that a survivor feeds by itself. A multiple of BLOCK."""
 
-DELAY = 32
-"""Columns that a decision waits for, and the columns beyond an undecided block that a survivor feeds by itself. A multiple of COMMIT."""
-
-SPAN = COMMIT + DELAY
-"""Length of a survivor's feedback, a ring of columns: those of the block in work and DELAY columns beyond its end."""
+LONG_DELAY = 96
+"""That of trellises with more than CROWD nodes, whose survivors share their past later; docs/quality.md has the curve."""
 
 DEAD = np.float32(1e30)
 """The cost of a node that no stream may pass any more."""
@@ -45,6 +43,11 @@ CROWD = 2048
 EXACT_METRIC_STATES = 1 << 13
 """Up to so many states the V errors of a step are weighed by the whole of D_t (½ cᵀDc of each state, made once a step for all rows);
 above, where V is 2, D_t is taken as its mean times the identity, which costs 0.4 % of the error at K4V2L16."""
+
+
+def delay_of(geometry: Geometry) -> int:
+    """The delay of a bake: within 3 % of the error of a search that sees the whole row, for every geometry of a rung."""
+    return LONG_DELAY if 1 << (geometry.l - geometry.k) > CROWD else DELAY
 
 
 def exact_metric(geometry: Geometry) -> bool:
@@ -96,42 +99,42 @@ def layout(values: NDArray[np.float32], geometry: Geometry) -> Layout:
 
 @dataclass(frozen=True)
 class Feedback:
-    """H = M D Mᵀ as the search reads it. `metrics`: D f32 [steps, v, v] over its mean; `far`: M f32 [n, n]; `near`: f32 [steps·v·SPAN],
-    the rows of M right of their step and up to DELAY columns beyond its block, column c at c mod SPAN. `commit`, `delay`: those that
-    `near` was cut for, COMMIT and DELAY but to measure others.
+    """H = M D Mᵀ as the search reads it. `metrics`: D f32 [steps, v, v] over its mean; `far`: M f32 [n, n]; `near`: f32 [n, BLOCK + delay],
+    the rows of M right of their step, from the first column of their block to `delay` columns beyond it.
     """
 
     metrics: NDArray[np.float32]
     near: NDArray[np.float32]
     far: NDArray[np.float32]
-    commit: int = COMMIT
-    delay: int = DELAY
+
+    @property
+    def delay(self) -> int:
+        """Columns that a decision waits for."""
+        return self.near.shape[1] - BLOCK
 
 
-def span_of(commit: int, delay: int) -> int:
-    """SPAN for another window. Raises ValueError for one that the loops cannot take."""
-    if commit <= 0 or delay < 0 or delay % commit or (commit + delay) % 16:
-        raise ValueError(
-            f"a window commits some columns, waits for a multiple of them, and spans a multiple of 16; found {commit}, {delay}"
-        )
-    return commit + delay
+def check_delay(delay: int) -> int:
+    """`delay`. Raises ValueError for one that the loops cannot take."""
+    if delay < 0 or delay % BLOCK:
+        raise ValueError(f"a decision waits for a multiple of {BLOCK} columns; found {delay}")
+    return delay
 
 
 @cache
-def feedback_kernel(geometry: Geometry, rows: int, commit: int = COMMIT, delay: int = DELAY) -> Any:
+def feedback_kernel(geometry: Geometry, rows: int, delay: int) -> Any:
     """The jitted search of `rows` rows: see `search` inside for its arguments. Releases the interpreter lock.
 
-    `commit`, `delay`: the window (`span_of`); `commit` holds whole steps.
+    Raises ValueError as `check_delay`.
     """
-    span = span_of(commit, delay)
+    reach = BLOCK + check_delay(delay)
     k, v, l = geometry.k, geometry.v, geometry.l
     nodes, symbols = 1 << (l - k), 1 << k
     width = block_width(k, l)
     plane = width if nodes > symbols else 1
     exact = int(exact_metric(geometry))
     pair = 2 if rows % 2 == 0 else 1
-    block_steps, waiting = commit // v, delay // commit
-    ring, slots = block_steps * (waiting + 2), max(1, waiting)
+    block_steps, waiting = BLOCK // v, delay // BLOCK
+    ring, kept_blocks = block_steps * (waiting + 2), max(1, waiting)
     margin = np.float32(MARGIN * v * 2.0 ** (-2.0 * k / v) if nodes > CROWD else DEAD)
 
     @jit()
@@ -155,13 +158,6 @@ def feedback_kernel(geometry: Geometry, rows: int, commit: int = COMMIT, delay: 
                 front[record * (1 + v) * plane + lane] = DEAD
 
     @jit()
-    def forget(feedback, node, column):  # type: ignore[no-untyped-def]
-        """Make room for a new block of columns in the ring of a node's feedback."""
-        at = np.uint64(node) * np.uint64(span) + np.uint64(column)
-        for h in range(commit):
-            feedback[at + np.uint64(h)] = np.float32(0.0)
-
-    @jit()
     def survive(best, limit, living):  # type: ignore[no-untyped-def]
         """The nodes whose cost is within `limit`, and how many."""
         count = np.uint64(0)
@@ -172,40 +168,54 @@ def feedback_kernel(geometry: Geometry, rows: int, commit: int = COMMIT, delay: 
 
     @jit()
     def trace(winner, done, start, until, symbol_ring, states):  # type: ignore[no-untyped-def]
-        """Follow the winner's stream back from step `done`; write the states of [start, until) and give the node after until − 1."""
+        """Follow the winner's stream back from step `done`; write the states of [start, until)."""
         node = winner
-        settled = winner
         for u in range(done - 1, start - 1, -1):
             state = node * symbols + symbol_ring[u % ring, node]
-            if u == until - 1:
-                settled = node
             if u < until:
                 states[u] = state
             node = state & (nodes - 1)
-        return settled
+
+    @jit()
+    def ancestor(slot, origin_ring, block):  # type: ignore[no-untyped-def]
+        """The slot, `waiting` blocks before the end of `block`, of the survivor that is in `slot` now."""
+        for back in range(waiting):
+            slot = origin_ring[(block - back) % kept_blocks, slot]
+        return slot
+
+    @jit()
+    def agree(count, living, slots, origin_ring, block, winner):  # type: ignore[no-untyped-def]
+        """Keep of the first `count` nodes of `living` those whose streams have the decided past of the winner's; give how many."""
+        decided = ancestor(slots[winner], origin_ring, block)
+        kept = np.int64(0)
+        for index in range(count):
+            n = living[index]
+            if ancestor(slots[n], origin_ring, block) == decided:
+                living[kept] = n
+                kept += 1
+        return kept
 
     @jit()
     def disperse(start, until, weights, states, table, records, far, targets):  # type: ignore[no-untyped-def]
         """Feed the errors of committed steps to the columns that no survivor's own feedback reaches."""
-        columns = weights.shape[1]
         begin = until * v + delay
         for u in range(start, until):
             for i in range(v):
-                source = far[u * v + i]
+                source = far[u * v + i, begin:]
                 for r in range(weights.shape[0]):
                     state = states[r, u]
                     value = table[records[state // symbols] + ((state % symbols) * v + i) * width]
                     error = weights[r, u * v + i] - value
-                    for c in range(begin, columns):
-                        targets[r, c] += error * source[c]
+                    target = targets[r, begin:]
+                    for c in range(np.uint64(len(source))):  # unsigned, or no two columns are added up at once
+                        target[c] += error * source[c]
 
     @jit()
-    def search(weights, table, norms, records, places, metrics, near, far, feedback, states):  # type: ignore[no-untyped-def]
+    def search(weights, table, norms, records, places, metrics, near, far, trails, beyond, states):  # type: ignore[no-untyped-def]
         """States of the best streams found for `weights` f32 [rows, n], into `states` i32 [rows, steps].
 
-        `table`, `norms` (½|c|²), `records`, `places`: a Layout; `metrics`: f32 [steps, v, v], D_t; `near`: f32 [steps · v · SPAN], the rows
-        of M right of their step and up to DELAY columns beyond their block, column c at c mod SPAN; `far`: f32 [n, n], M; `feedback`:
-        f32 [2, rows, nodes · SPAN], all zero, the survivors'.
+        `table`, `norms` (½|c|²), `records`, `places`: a Layout; `metrics`, `near` (flat), `far`: a Feedback; `trails`, `beyond`: f32, all
+        zero, the survivors' feedback and errors (`workspace`).
         """
         columns = weights.shape[1]
         steps = columns // v
@@ -218,17 +228,19 @@ def feedback_kernel(geometry: Geometry, rows: int, commit: int = COMMIT, delay: 
         living = np.zeros((rows, nodes + 1), np.uint32)
         counts = np.ones(rows, np.int64)
         symbol_ring = np.empty((rows, ring, nodes), np.uint16)
+        slots = np.zeros((2, rows, nodes), np.uint16)
         origin = np.zeros((2, rows, nodes), np.uint16)
-        origin_ring = np.zeros((rows, slots, nodes), np.uint16)
+        origin_ring = np.zeros((rows, kept_blocks, nodes), np.uint16)
         committed = 0
         now = 0
+        old = 0
         best[:, 0] = np.float32(0.0)
         least = np.zeros(rows, np.float32)
         entries = metrics.reshape(-1)
         for r in range(rows):
             clear(front[r])
             aim_survivors(
-                1, living[r], feedback[0, r], targets[r], entries, best[r], places, front[r], 0, 0, 0, least[r], v, span, plane, exact
+                1, living[r], slots[0, r], trails[0, r], targets[r], entries, best[r], places, front[r], 0, 0, 0, least[r], v, plane, exact
             )
         for t in range(steps):
             if exact:
@@ -240,8 +252,9 @@ def feedback_kernel(geometry: Geometry, rows: int, commit: int = COMMIT, delay: 
             for r in range(rows):
                 least[r] = least_of(best[r], nodes)
                 counts[r] = survive(best[r], min(DEAD, least[r] + margin * weight), living[r])
-                hand_over(counts[r], living[r], chosen[r], records, table, weights[r], near, feedback[now, r], feedback[1 - now, r],
-                          origin[now, r], origin[1 - now, r], symbol_ring[r, t % ring], t * v * span, t * v, k, v, l, span)  # fmt: skip
+                hand_over(counts[r], living[r], chosen[r], records, table, weights[r], near, slots[now, r], slots[1 - now, r],
+                          trails[now, r], trails[1 - now, r], origin[now, r], origin[1 - now, r], symbol_ring[r, t % ring],
+                          t * v, t * v % BLOCK, k, v, l, reach)  # fmt: skip
             now = 1 - now
             if done % block_steps == 0 or done == steps:
                 block = (done - 1) // block_steps
@@ -250,40 +263,40 @@ def feedback_kernel(geometry: Geometry, rows: int, commit: int = COMMIT, delay: 
                     winner = living[r, 0]
                     for index in range(counts[r]):
                         n = living[r, index]
-                        origin_ring[r, block % slots, n] = origin[now, r, n]
+                        origin_ring[r, block % kept_blocks, index] = origin[now, r, index]
                         if best[r, n] < best[r, winner]:
                             winner = n
-                        forget(feedback[now, r], n, block * commit % span)
-                    for n in range(nodes):
-                        origin[now, r, n] = n
-                    settled = trace(winner, done, committed, until, symbol_ring[r], states[r])
-                    if done == steps or until == committed:
+                    trace(winner, done, committed, until, symbol_ring[r], states[r])
+                    if done == steps:
                         continue
-                    kept = 0
-                    for index in range(counts[r]):
-                        n = living[r, index]
-                        node = n
-                        for back in range(waiting):
-                            node = origin_ring[r, (block - back) % slots, node]
-                        if node == settled:
-                            living[r, kept] = n
-                            kept += 1
-                    counts[r] = kept
+                    if until > committed:
+                        counts[r] = agree(counts[r], living[r], slots[now, r], origin_ring[r], block, winner)
+                    extend_survivors(counts[r], living[r], near, slots[now, r], trails[now, r], beyond[old, r],
+                                     beyond[1 - old, r], origin[now, r], block * BLOCK, delay)  # fmt: skip
+                    for index in range(nodes):
+                        origin[now, r, index] = index
+                old = 1 - old
                 if until > committed and done < steps:
                     disperse(committed, until, weights, states, table, records, far, targets)
                 committed = until
             if done < steps:
                 for r in range(rows):
                     clear(front[r])
-                    aim_survivors(counts[r], living[r], feedback[now, r], targets[r], entries, best[r], places, front[r],
-                                  done * v, done * v % span, done * v * v, least[r], v, span, plane, exact)  # fmt: skip
+                    aim_survivors(counts[r], living[r], slots[now, r], trails[now, r], targets[r], entries, best[r], places, front[r],
+                                  done * v, done * v % BLOCK, done * v * v, least[r], v, plane, exact)  # fmt: skip
 
     return search
 
 
-def workspace(geometry: Geometry, rows: int, span: int = SPAN) -> NDArray[np.float32]:
-    """Zeros f32 [2, rows, nodes · span] for the survivors' feedback, on a cache line's boundary: a register then never straddles two."""
-    shape = (2, rows, span << (geometry.l - geometry.k))
+def workspace(geometry: Geometry, rows: int, delay: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """Zeros for the survivors: (trails f32 [2, rows, slots · TRAIL], feedback beyond their block f32 [2, rows, slots · delay]).
+
+    Both begin on a cache line's boundary: a register then never straddles two.
+    """
+    return _aligned(2, rows, TRAIL << (geometry.l - geometry.k)), _aligned(2, rows, delay << (geometry.l - geometry.k))
+
+
+def _aligned(*shape: int) -> NDArray[np.float32]:
     size = int(np.prod(shape))
     space = np.zeros(size + 16, np.float32)
     first = -space.ctypes.data % 64 // 4
@@ -293,9 +306,8 @@ def workspace(geometry: Geometry, rows: int, span: int = SPAN) -> NDArray[np.flo
 def search_rows(targets: NDArray[np.float32], table: Layout, feedback: Feedback, geometry: Geometry) -> NDArray[np.int32]:
     """States i32 [rows, steps] of the best streams found for `targets`, f32 [rows, n], in table units."""
     states = np.empty((len(targets), geometry.steps(targets.shape[1])), np.int32)
-    span = span_of(feedback.commit, feedback.delay)
-    feedback_kernel(geometry, len(targets), feedback.commit, feedback.delay)(
-        targets, table.table, table.half, table.records, table.places, feedback.metrics, feedback.near, feedback.far,
-        workspace(geometry, len(targets), span), states,
+    feedback_kernel(geometry, len(targets), feedback.delay)(
+        targets, table.table, table.half, table.records, table.places, feedback.metrics, feedback.near.reshape(-1), feedback.far,
+        *workspace(geometry, len(targets), feedback.delay), states,
     )  # fmt: skip
     return states

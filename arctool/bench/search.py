@@ -20,16 +20,17 @@ from numpy.typing import NDArray
 
 from arctool.bake.ldlq import feedback
 from arctool.bake.rounding import RungTools
-from arctool.bake.survivor_ir import LANES
-from arctool.bake.survivors import COMMIT, DELAY, Feedback, rows_per_chunk, search_rows
+from arctool.bake.survivor_ir import BLOCK, LANES
+from arctool.bake.survivors import Feedback, delay_of, rows_per_chunk, search_rows
 from arctool.errors import UsageError
 from arctool.quant.codebooks import RUNGS, rung
+from arctool.quant.trellis import Geometry
 
 ROWS = 32
 WIDTH = 1024
 ROUNDS = 5
-CURVE_RUNGS = ("qtip2-v4", "qtip2")
-"""Both two bits: K8V4L12 forgets after a few columns, K4V2L16 remembers longest."""
+CURVE_RUNGS = ("qtip2-v4", "qtip3", "qtip2")
+"""K8V4L12 has 16 nodes and forgets after a few columns, K3V1L12 has 512, K4V2L16 4096."""
 
 DELAYS = (0, 16, 32, 48, 64, 96)
 
@@ -176,7 +177,7 @@ def measure_windows(
         name, geometry = fixture.tools.rung.name, fixture.tools.rung.geometry
         error = fixture.error(fixture.fed(feedback(flat, geometry, delay=delay)))
         cost = Cost(seconds / fixture.rows.size * 1e6, error)
-        windows.append(Window(name, geometry.name, COMMIT, delay, cost, error / whole[name], loss / longest[name]))
+        windows.append(Window(name, geometry.name, BLOCK, delay, cost, error / whole[name], loss / longest[name]))
     return Measured(_conditions(before, rows, width), windows=tuple(windows))
 
 
@@ -198,7 +199,7 @@ def core_seconds(calls: Sequence[Callable[[], object]], rounds: int, progress: P
 
 def is_default(window: Window) -> bool:
     """Whether it is the window that a bake uses."""
-    return (window.commit, window.delay) == (COMMIT, DELAY)
+    return window.delay == delay_of(Geometry.parse(window.geometry))
 
 
 def parse_rungs(text: str) -> tuple[str, ...]:

@@ -31,7 +31,7 @@ INFO = BakeInfo(
     base_model="org/Name-1.5",
     fingerprint="f00d",
     licence="apache-2.0",
-    algorithm="feedback-rows-1",
+    algorithm="feedback-rows-2",
     calibration={"text": "c0ffee", "tokens": 32768, "window": 1024, "sampled": 4096, "auto": True},
 )
 QUALITY = Quality("evaluation.txt", "abc0", "def1", 1024, 2048, 2046, 12.3456, 10.98765, 0.123456, 2.5, 0.8125)
