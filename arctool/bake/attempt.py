@@ -17,7 +17,7 @@ from arctool.bake.checkpoint import Checkpoint
 from arctool.bake.choices import searched
 from arctool.bake.direct import store_directly
 from arctool.bake.journal import Journal
-from arctool.bake.pipeline import SAMPLED, Progress, Status, baked_tensors, identity
+from arctool.bake.pipeline import SAMPLED, Progress, Status, baked_tensors, calibration_bytes, identity
 from arctool.bake.place import check_room
 from arctool.bake.plan import Task, layer_sizes, plan
 from arctool.bake.provenance import bake_info
@@ -62,7 +62,7 @@ class Attempt:
 
     def fill(self, journal: Journal, output: Path, jobs: int | None, progress: Progress | None, say: Status) -> int:
         """Search every layer into `journal`; gives how many were there already."""
-        check_room(output, layer_sizes(self.tasks), journal.stored_bytes())
+        check_room(output, layer_sizes(self.tasks), journal.stored_bytes(), calibration_bytes(self.checkpoint, self.calibration))
         resumed = 0
         for _, done in baked_tensors(self.checkpoint, self.tasks, self.seed, jobs, journal, self.calibration, say):
             resumed += done.resumed

@@ -24,12 +24,20 @@ from arctool.bake.plan import Task, bake_rotation
 from arctool.bake.rounding import RoundedLayer, RungTools, round_layer
 from arctool.errors import SourceError
 from arctool.quant.tensor import DenseTensor, Weight
+from arctool.run.config import ModelConfig
 from arctool.run.models.spec import EMBEDDING_KEY, HEAD_KEY, Role
 
 STREAMS = ("states", "truth")
 """The journal's names for the hidden states before the layer that is next, of the stored and of the unquantised model."""
 
 Tools = Callable[[str], RungTools]
+
+
+def disk_bytes(config: ModelConfig, tokens: int) -> int:
+    """The most that the two streams of `tokens` have on the disk besides the layers: what the journal keeps of both, one of them twice
+    while it is replaced, and their unnamed files."""
+    kept = 4 * tokens * config.hidden_size
+    return len(STREAMS) * (kept + Calibration.scratch_bytes(config, tokens)) + kept
 
 
 @dataclass(frozen=True)

@@ -262,6 +262,12 @@ class Calibration:
         cache = KVCache(self.config, blocks_for(x.shape[0], BLOCK_SIZE), BLOCK_SIZE)
         return block.attention.mix(block.attention_norm(x), step, self._rotation, cache)
 
+    @classmethod
+    def scratch_bytes(cls, config: ModelConfig, tokens: int) -> int:
+        """The most that one stream has in unnamed files at once: its hidden states, and the inputs of o or of down."""
+        arrays = [config.hidden_size, max(config.num_heads * config.head_dim, config.intermediate_size)]
+        return sum(size for width in arrays if (size := 4 * tokens * width) > IN_MEMORY)
+
     def _array(self, width: int) -> NDArray[np.float32]:
         """Zeros f32 [windows, tokens, width], in an unnamed file if they are many and there is a place for it."""
         shape = (*self.ids.shape, width)

@@ -30,6 +30,7 @@ HEADER = "bake.json"
 SUFFIX = ".layer"
 ARRAY_SUFFIX = ".array"
 DIGEST_BYTES = hashlib.sha256().digest_size
+READ_BYTES = 1 << 24
 
 
 class Journal:
@@ -103,10 +104,15 @@ class Journal:
             return None
         with storage_errors(path, "read"), path.open("rb") as file:
             digest, index = file.read(DIGEST_BYTES), int.from_bytes(file.read(8), "little")
-            found = np.fromfile(file, into.dtype, into.size).reshape(into.shape)
-        if self._digest(index, found.data.cast("B"), name) != digest:
-            return None
-        into[...] = found
+            found = self._hash(index, name)
+            while piece := file.read(READ_BYTES):
+                found.update(piece)
+            if found.digest() != digest:
+                return None
+            file.seek(DIGEST_BYTES + 8)
+            whole = into.data.cast("B")  # read in its place: the hidden states of a large calibration are larger than memory
+            for first in range(0, into.nbytes, READ_BYTES):
+                file.readinto(whole[first : first + READ_BYTES])
         return index
 
     def finished(self) -> int:
@@ -160,9 +166,12 @@ class Journal:
 
     def _digest(self, index: int, body: bytes | memoryview, name: str = "") -> bytes:
         """Of a layer's or an array's bytes and of what they are: a file that strayed in from another place or bake does not fit."""
-        digest = hashlib.sha256(self._identity + index.to_bytes(8, "little") + name.encode())
+        digest = self._hash(index, name)
         digest.update(body)
         return digest.digest()
+
+    def _hash(self, index: int, name: str) -> hashlib._Hash:
+        return hashlib.sha256(self._identity + index.to_bytes(8, "little") + name.encode())
 
     def _file(self, index: int) -> Path:
         return self.directory / f"{index:05d}{SUFFIX}"

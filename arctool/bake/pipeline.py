@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from arctool.bake.calibrated import Bench, CalibratedLayers, Found
+from arctool.bake.calibrated import Bench, CalibratedLayers, Found, disk_bytes
 from arctool.bake.calibration import one_thread_per_call
 from arctool.bake.calibration_set import CalibrationSet, sample_windows
 from arctool.bake.checkpoint import Checkpoint
@@ -137,7 +137,7 @@ def bake(
     resumed = 0
     with journal:
         with interruptible(journal, tasks), writer:
-            check_room(output, layer_sizes(tasks), journal.stored_bytes())
+            check_room(output, layer_sizes(tasks), journal.stored_bytes(), calibration_bytes(checkpoint, calibrating))
             for baked, done in baked_tensors(checkpoint, tasks, seed, jobs, journal, calibrating, status):
                 add(writer, baked, recipe)
                 resumed += done.resumed
@@ -146,6 +146,11 @@ def bake(
             report, unmeasured = publish(writer, checkpoint, tasks, info, reading, status or (lambda _: None))
         journal.remove()
     return BakeResult(output, report, resumed, time.monotonic() - began, checkpoint.ignored, unmeasured)
+
+
+def calibration_bytes(checkpoint: Checkpoint, calibration: CalibrationSet | None) -> int:
+    """What calibration needs on the disk."""
+    return 0 if calibration is None else disk_bytes(checkpoint.config, calibration.tokens)
 
 
 def baked_tensors(

@@ -66,18 +66,19 @@ def check_free(output: Path, overwrite: bool) -> None:
             raise StorageError(f"{item}: belongs to no artifact and would be lost with the old one; move it away or choose another output")
 
 
-def check_room(output: Path, layers: Iterable[tuple[int, bool]], kept: int) -> None:
+def check_room(output: Path, layers: Iterable[tuple[int, bool]], kept: int, beside: int = 0) -> None:
     """Raise StorageError where the file system of `output`, whose parent exists, has clearly too little room for a bake.
 
-    `layers`: (bytes, whether the journal keeps it) in the order of the file; `kept`: what the journal holds already.
+    `layers`: (bytes, whether the journal keeps it) in the order of the file; `kept`: what the journal holds already; `beside`: what
+    calibration needs besides.
     """
     with storage_errors(output, "write"):
         system = os.statvfs(output.parent)
-    free, need = system.f_bfree * system.f_frsize, peak_bytes(layers) - kept
+    free, need = system.f_bfree * system.f_frsize, peak_bytes(layers) + beside - kept
     if system.f_blocks and free < need:
         raise StorageError(
-            f"{output}: cannot write: No space left on device for this bake: it needs {need} bytes at its peak (journal, artifact, and "
-            f"the open shard twice), {free} are free; make room or choose another -o"
+            f"{output}: cannot write: No space left on device for this bake: it needs {need} bytes at its peak (journal, artifact, the "
+            f"open shard twice, {beside} for calibration), {free} are free; make room or choose another -o"
         )
 
 

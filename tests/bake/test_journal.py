@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from arctool.bake import journal as journal_room
 from arctool.bake.journal import Journal
 from arctool.bake.rounding import RoundedLayer, RungTools, round_layer
 from arctool.errors import StorageError
@@ -93,7 +94,8 @@ def test_a_kept_array_comes_back_with_its_index_and_the_next_one_replaces_it(tmp
     np.testing.assert_array_equal(into, ids)
 
 
-def test_a_large_array_may_lie_in_a_file(tmp_path: Path, journal: Journal) -> None:
+def test_a_large_array_may_lie_in_a_file(tmp_path: Path, journal: Journal, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal_room, "READ_BYTES", 7)
     mapped = np.memmap(tmp_path / "mapped", np.float32, "w+", shape=ARRAY.shape)
     mapped[:] = ARRAY
     journal.store_array("states", 2, mapped)

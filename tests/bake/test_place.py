@@ -12,10 +12,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from arctool.bake import calibrated, pipeline, place, provenance
+from arctool.bake import calibrated, calibration, pipeline, place, provenance
+from arctool.bake.calibrated import disk_bytes
+from arctool.bake.calibration_set import choose_calibration
 from arctool.bake.checkpoint import open_checkpoint
 from arctool.bake.pipeline import BakeResult, bake
-from arctool.bake.place import peak_bytes
+from arctool.bake.place import check_room, peak_bytes
 from arctool.bake.recipe import Recipe, load_recipe
 from arctool.errors import SourceError, StorageError
 from arctool.quant.codebooks import SHIPPED_TABLES, SUM2_CONSTANTS, SUM2_SHA256
@@ -156,9 +158,32 @@ def test_a_disk_that_is_clearly_too_small_is_named_before_the_first_layer(
         baked(tiny_llama, tmp_path / "a")
 
 
+def test_what_calibration_needs_on_the_disk_counts(tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two streams of 64 wide states, one of them twice; where nothing may stay in memory, also states and down's inputs, 96 wide."""
+    with open_checkpoint(str(tiny_llama)) as checkpoint:
+        assert disk_bytes(checkpoint.config, 1000) == 3 * 4 * 1000 * 64
+        monkeypatch.setattr(calibration, "IN_MEMORY", 4 * 1000 * 64)
+        assert disk_bytes(checkpoint.config, 1000) == 3 * 4 * 1000 * 64 + 2 * 4 * 1000 * 96
+        monkeypatch.setattr(calibration, "IN_MEMORY", 0)
+        assert disk_bytes(checkpoint.config, 1000) == 3 * 4 * 1000 * 64 + 2 * 4 * 1000 * (64 + 96)
+        asked = []
+        monkeypatch.setattr(pipeline, "check_room", lambda output, layers, kept, beside: asked.append(beside))
+        (tmp_path / "text.txt").write_text("It is a truth universally acknowledged. " * 40)
+        chosen = choose_calibration(checkpoint, str(tmp_path / "text.txt"), 256)
+        bake(checkpoint, tmp_path / "a", QTIP4, calibration=chosen)
+        bake(checkpoint, tmp_path / "b", QTIP4)
+        assert asked == [disk_bytes(checkpoint.config, chosen.tokens), 0]
+    system = SimpleNamespace(f_bfree=599, f_frsize=1, f_blocks=1 << 40)
+    monkeypatch.setattr(os, "statvfs", lambda path: system)
+    with pytest.raises(StorageError, match=r"needs 600 bytes .* 300 for calibration"):
+        check_room(tmp_path / "c", [(150, False)], 0, 300)
+    system.f_bfree = 600
+    check_room(tmp_path / "c", [(150, False)], 0, 300)
+
+
 def test_room_that_the_journal_has_taken_already_counts(tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    monkeypatch.setattr(pipeline, "check_room", lambda output, layers, kept: asked.append(kept))
+    monkeypatch.setattr(pipeline, "check_room", lambda output, layers, kept, beside: asked.append(kept))
 
     def stop(done: pipeline.LayerDone) -> None:
         if done.index == 6:
