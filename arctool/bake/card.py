@@ -14,6 +14,8 @@ from typing import TypeVar
 
 import yaml
 
+from arctool.bake.account import parse_account
+from arctool.bake.card_budget import budget
 from arctool.bake.markdown import code, plain, sentence, table
 from arctool.uqff.container import BakeInfo, LayerRecord, Quality
 from arctool.uqff.discovery import RESIDUAL_NAME
@@ -66,6 +68,7 @@ def card(subject: Subject) -> str:
         front_matter(subject),
         overview(subject),
         recipe(subject),
+        *([] if subject.info.budget is None else [budget(parse_account(subject.info.budget, "budget"))]),
         sizes(subject),
         calibration(subject),
         quality(subject),

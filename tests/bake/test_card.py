@@ -11,6 +11,7 @@ import yaml
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
+from arctool.bake.account import Account, GroupSpent, Tried
 from arctool.bake.card import CardLayer, Subject, card
 from arctool.bake.markdown import code, sentence, table
 from arctool.uqff.container import BakeInfo, LayerDetails, LayerRecord, Quality
@@ -356,3 +357,50 @@ def test_a_long_name_is_not_folded_by_the_yaml_writer() -> None:
     assert front(text)["base_model"] == name
     assert text.index("\n---\n") - len(name) < 400
     assert text.count("\n") == card(SUBJECT).count("\n")
+
+
+ACCOUNT = Account(
+    algorithm="budget-1",
+    question="q",
+    asked=2.75,
+    chosen="mixed",
+    rung="qtip2-v4",
+    uniform=Tried(2.05, 0.5),
+    mixed=Tried(2.74321, 0.25),
+    text_sha256="7e47",
+    measured_tokens=1024,
+    checked_tokens=8190,
+    groups=(
+        GroupSpent(("a.q_proj", "a.k_proj"), 400, 0.01, "qtip2-v4"),
+        GroupSpent(("a.v|proj",), 200, 0.5, "q8_0"),
+        GroupSpent(("b.q_proj", "b.k_proj", "b.o_proj"), 600, 0.125, "qtip2-v4"),
+    ),
+)
+
+
+def test_how_a_budget_was_spent_is_told() -> None:
+    text = card(replace(SUBJECT, info=replace(INFO, budget=ACCOUNT.to_json())))
+    assert "## Budget" not in card(SUBJECT)
+    assert "2.75 bits a weight of the linear layers were asked for, 2.743 were spent" in text
+    assert "over 1,024 tokens" in text
+    assert "checked on 8,190 other tokens" in text
+    cells = rows(text)
+    at = cells.index(["bake", "bits a weight", "mean KL, nats a token"])
+    assert cells[at + 1 : at + 6] == [
+        ["mixed", "2.743", "0.25"],
+        ["uniform qtip2-v4", "2.050", "0.5"],
+        ["rung", "layers", "weights", "which, the costliest first"],
+        ["q8_0", "1", "16.7%", "a.v|proj"],
+        ["qtip2-v4", "5", "83.3%", "b.q_proj, b.k_proj, b.o_proj, a.q_proj and 1 more"],
+    ]
+
+
+def test_a_budget_that_the_uniform_bake_won_names_it_and_no_layers() -> None:
+    kept = replace(ACCOUNT, chosen="uniform", mixed=Tried(2.74321, None))
+    text = card(replace(SUBJECT, info=replace(INFO, budget=kept.to_json())))
+    cells = rows(text)
+    at = cells.index(["bake", "bits a weight", "mean KL, nats a token"])
+    assert cells[at + 1 : at + 3] == [["mixed", "2.743", "not measured"], ["uniform qtip2-v4", "2.050", "0.5"]]
+    assert "2.050 were spent" in text
+    assert "**uniform `qtip2-v4`**" in text
+    assert "costliest" not in text
