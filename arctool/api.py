@@ -14,14 +14,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from arctool.bake import pipeline
-from arctool.bake.budget import bake_to_budget
-from arctool.bake.calibration_set import CALIB_TOKENS, choose_calibration
-from arctool.bake.calibration_text import AUTO
-from arctool.bake.checkpoint import open_checkpoint
+from arctool.bake.budget.bake import bake_to_budget
+from arctool.bake.budget.need import check_bpw
+from arctool.bake.calibration.text import AUTO
+from arctool.bake.calibration.token_set import CALIB_TOKENS, choose_calibration
 from arctool.bake.choices import choice
-from arctool.bake.codebook_training import PLANS, gaussian_table
-from arctool.bake.need import check_bpw
 from arctool.bake.recipe import RecipeFile, read_recipe
+from arctool.bake.search.codebook_training import PLANS, gaussian_table
+from arctool.bake.source.checkpoint import open_checkpoint
 from arctool.bench import evaluation, plot
 from arctool.bench.reading import DEFAULT_TOKENS
 from arctool.errors import FormatError, SourceError, UsageError

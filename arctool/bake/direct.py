@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from arctool.bake.checkpoint import Checkpoint
 from arctool.bake.choices import KEEP
+from arctool.bake.source.checkpoint import Checkpoint
 from arctool.errors import GeometryError, SourceError
 from arctool.quant.bf16 import from_bf16, to_bf16
 from arctool.quant.ggml import GGML_TYPES, GgmlType, row_chunks

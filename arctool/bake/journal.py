@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from arctool.bake.rounding import RoundedLayer, RungTools
+from arctool.bake.search.rounding import RoundedLayer, RungTools
 from arctool.errors import StorageError
 from arctool.quant.hadamard import Rotation
 from arctool.quant.tensor import TrellisTensor

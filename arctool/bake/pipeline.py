@@ -23,21 +23,21 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from arctool.bake.calibrated import Bench, CalibratedLayers, Found, disk_bytes
-from arctool.bake.calibration import one_thread_per_call
-from arctool.bake.calibration_set import CalibrationSet, sample_windows
-from arctool.bake.checkpoint import Checkpoint
+from arctool.bake.calibration.calibrated import Bench, CalibratedLayers, Found, disk_bytes
+from arctool.bake.calibration.stream import one_thread_per_call
+from arctool.bake.calibration.token_set import CalibrationSet, sample_windows
+from arctool.bake.card.measurement import plan_measurement
+from arctool.bake.card.publication import publish
 from arctool.bake.choices import searched
 from arctool.bake.direct import store_directly
 from arctool.bake.journal import Journal
-from arctool.bake.ldlq import METHOD, Method
-from arctool.bake.measurement import plan_measurement
 from arctool.bake.place import check_free, check_room, finished_before
 from arctool.bake.plan import Task, layer_sizes, plan
 from arctool.bake.provenance import bake_info
-from arctool.bake.publication import publish
 from arctool.bake.recipe import Recipe
-from arctool.bake.rounding import RoundedLayer, RungTools
+from arctool.bake.search.ldlq import METHOD, Method
+from arctool.bake.search.rounding import RoundedLayer, RungTools
+from arctool.bake.source.checkpoint import Checkpoint
 from arctool.errors import InterruptedByUser, UsageError
 from arctool.quant.codebooks import rung
 from arctool.quant.tensor import DenseTensor, Weight

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from arctool.bake.checkpoint import Checkpoint
 from arctool.bake.choices import searched, stored_bytes
 from arctool.bake.recipe import Choice, Recipe
+from arctool.bake.source.checkpoint import Checkpoint
 from arctool.quant.hadamard import Rotation
 from arctool.run.models.spec import Role, TensorSpec
 

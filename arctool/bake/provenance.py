@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from arctool.bake.checkpoint import Checkpoint
 from arctool.bake.choices import searched
 from arctool.bake.recipe import Recipe
+from arctool.bake.source.checkpoint import Checkpoint
 from arctool.quant.codebooks import Rung, rung
 from arctool.uqff.container import BakeInfo
 

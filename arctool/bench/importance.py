@@ -13,8 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 from numpy.typing import NDArray
 
-from arctool.bake.calibration import Calibration, Stage, one_thread_per_call
-from arctool.bake.checkpoint import Checkpoint
+from arctool.bake.calibration.stream import Calibration, Stage, one_thread_per_call
+from arctool.bake.source.checkpoint import Checkpoint
 from arctool.bench.llama_cpp import gguf_name
 from arctool.errors import VerificationError
 from arctool.run.models.spec import EMBEDDING_KEY, Role

@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from arctool.bake.gguf_file import read_gguf
-from arctool.bake.gguf_source import LAYER_NAMES
+from arctool.bake.source.gguf_file import read_gguf
+from arctool.bake.source.gguf_source import LAYER_NAMES
 from arctool.errors import SourceError, StorageError, UsageError
 
 MODULE = "llama_cpp"

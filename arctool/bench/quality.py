@@ -27,12 +27,12 @@ from typing import Any
 import torch
 
 from arctool import __version__
-from arctool.bake.budget import ALGORITHM as BUDGET
-from arctool.bake.calibration_set import CALIB_TOKENS, CalibrationSet, choose_calibration
-from arctool.bake.calibration_text import AUTO
-from arctool.bake.checkpoint import Checkpoint
+from arctool.bake.budget.bake import ALGORITHM as BUDGET
+from arctool.bake.calibration.text import AUTO
+from arctool.bake.calibration.token_set import CALIB_TOKENS, CalibrationSet, choose_calibration
 from arctool.bake.pipeline import calibration_ids
 from arctool.bake.provenance import FEEDBACK, ROUNDING, table_digest
+from arctool.bake.source.checkpoint import Checkpoint
 from arctool.bench import llama_cpp, plot, study
 from arctool.bench.llama_cpp import Peer
 from arctool.bench.reading import plan_reading

@@ -17,12 +17,12 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from arctool.bake.budget import bake_to_budget
-from arctool.bake.calibration_set import CalibrationSet
-from arctool.bake.checkpoint import Checkpoint
-from arctool.bake.ldlq import Method
+from arctool.bake.budget.bake import bake_to_budget
+from arctool.bake.calibration.token_set import CalibrationSet
 from arctool.bake.pipeline import bake, bake_in_memory
 from arctool.bake.recipe import Recipe
+from arctool.bake.search.ldlq import Method
+from arctool.bake.source.checkpoint import Checkpoint
 from arctool.bench import llama_cpp
 from arctool.bench.importance import importance
 from arctool.bench.llama_cpp import Importance, Peer

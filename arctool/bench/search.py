@@ -18,10 +18,11 @@ import llvmlite.binding as llvm
 import numpy as np
 from numpy.typing import NDArray
 
-from arctool.bake.ldlq import feedback
-from arctool.bake.rounding import RungTools
-from arctool.bake.survivor_ir import BLOCK, LANES
-from arctool.bake.survivors import Feedback, delay_of, rows_per_chunk, search_rows
+from arctool.bake.search.ldlq import feedback
+from arctool.bake.search.rounding import RungTools
+from arctool.bake.search.survivor_ir import BLOCK
+from arctool.bake.search.survivors import Feedback, delay_of, rows_per_chunk, search_rows
+from arctool.bake.search.vector_ir import LANES
 from arctool.errors import UsageError
 from arctool.quant.codebooks import RUNGS, rung
 from arctool.quant.trellis import Geometry

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
-from arctool.bake.checkpoint import Checkpoint, open_checkpoint
+from arctool.bake.source.checkpoint import Checkpoint, open_checkpoint
 from arctool.quant.tensor import DenseTensor, TrellisTensor, Weight
 from arctool.run.llm import ArtifactSource
 from arctool.run.models import Role, TensorSpec, architecture

@@ -1,7 +1,7 @@
 """Codebooks and rungs of the trellis formats: which values a state stands for, and which pairings users can ask for by name.
 
-`sum2` is computed (no table to load); tables ship inside the package, made by `python -m arctool.bake.codebook_training` from a seed and
-pinned here by SHA-256. The values are the format: a changed bit in any of them changes what every artifact means.
+`sum2` is computed (no table to load); tables ship inside the package, made by `python -m arctool.bake.search.codebook_training` from a seed
+and pinned here by SHA-256. The values are the format: a changed bit in any of them changes what every artifact means.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SUM2_CONSTANTS: dict[int, Sum2Constants] = {
     8: ((0x90EBF367, 0x5765B9DB), (0x7D094E05, 0xC262849F)),
 }
 """By K. The least error of some thousand random pairs on Gaussian rows, for each K by itself:
-which pairs spread a node's 2^K branches well depends on K (`bake/sum2_search.py` finds them)."""
+which pairs spread a node's 2^K branches well depends on K (`bake/search/sum2_search.py` finds them)."""
 
 SUM2_SHA256: dict[str, str] = {
     "K4V2L16": "8ea60ab45e0b49656dda2f530014c9dc0560b0663015007e4f67dd65aa2b84ab",

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from arctool.bake.checkpoint import Checkpoint
-from arctool.bake.held_out import HeldOut
+from arctool.bake.budget.held_out import HeldOut
+from arctool.bake.source.checkpoint import Checkpoint
 from arctool.quant.tensor import Weight
 from arctool.run.config import ModelConfig
 

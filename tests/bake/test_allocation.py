@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from locations import ROOT
 
-from arctool.bake.allocation import (
+from arctool.bake.budget.allocation import (
     FLOOR_SHARE,
     LADDER,
     Group,
@@ -24,10 +24,10 @@ from arctool.bake.allocation import (
     uniform_bits,
     uniform_rung,
 )
-from arctool.bake.checkpoint import open_checkpoint
 from arctool.bake.choices import CHOICES, stored_bits
 from arctool.bake.pipeline import bake_in_memory
 from arctool.bake.recipe import Recipe, Rule
+from arctool.bake.source.checkpoint import open_checkpoint
 from arctool.quant.bf16 import from_bf16, to_bf16
 from arctool.quant.ggml import Q8_0
 from arctool.run.models.spec import Role, TensorSpec

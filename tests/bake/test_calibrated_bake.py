@@ -13,12 +13,12 @@ import torch
 from safetensors.numpy import load_file, save_file
 
 from arctool.bake import pipeline
-from arctool.bake.calibration_set import CalibrationSet
-from arctool.bake.calibration_text import Windows
-from arctool.bake.checkpoint import open_checkpoint
-from arctool.bake.ldlq import Method
+from arctool.bake.calibration.text import Windows
+from arctool.bake.calibration.token_set import CalibrationSet
 from arctool.bake.pipeline import BakeResult, LayerDone, MemoryModel, bake, bake_in_memory
 from arctool.bake.recipe import Recipe, Rule
+from arctool.bake.search.ldlq import Method
+from arctool.bake.source.checkpoint import open_checkpoint
 from arctool.errors import InterruptedByUser, SourceError
 from arctool.kernels.registry import default_registry
 from arctool.run.evaluate import logits

@@ -12,9 +12,9 @@ import torch
 import transformers
 from numpy.typing import NDArray
 
-from arctool.bake import calibration as room
-from arctool.bake.calibration import Calibration, Measured, Stage, one_thread_per_call
-from arctool.bake.checkpoint import Checkpoint, open_checkpoint
+from arctool.bake.calibration import stream as room
+from arctool.bake.calibration.stream import Calibration, Measured, Stage, one_thread_per_call
+from arctool.bake.source.checkpoint import Checkpoint, open_checkpoint
 from arctool.errors import SourceError
 from arctool.kernels.registry import TokenClass, default_registry
 from arctool.quant.tensor import DenseTensor

@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from arctool.bake import calibration_set
-from arctool.bake.calibration_set import CalibrationSet, choose_calibration, sample_windows
-from arctool.bake.calibration_text import Windows
-from arctool.bake.checkpoint import Checkpoint, open_checkpoint
+from arctool.bake.calibration import token_set as calibration_set
+from arctool.bake.calibration.text import Windows
+from arctool.bake.calibration.token_set import CalibrationSet, choose_calibration, sample_windows
+from arctool.bake.source.checkpoint import Checkpoint, open_checkpoint
 from arctool.errors import SourceError, UsageError
 
 WORDS = "It was the best of times, it was the worst of times, it was the age of wisdom.\n"

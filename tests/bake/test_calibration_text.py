@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from arctool.bake.calibration_text import (
+from arctool.bake.calibration.text import (
     MAX_RECORD_CHARACTERS,
     PIECE_CHARACTERS,
     CalibrationText,
@@ -95,7 +95,7 @@ def test_a_folder_gives_its_text_files_by_path_and_no_hidden_ones(tmp_path: Path
 
 def test_auto_is_the_committed_mix_one_document_a_passage() -> None:
     found = documents(read_calibration("auto"))
-    mix = (Path(__file__).parents[2] / "arctool" / "bake" / "texts" / "calibration.txt").read_text(encoding="utf-8")
+    mix = (Path(__file__).parents[2] / "arctool" / "bake" / "calibration" / "texts" / "calibration.txt").read_text(encoding="utf-8")
     assert len(found) > 100
     assert "\n\n".join(found) == mix
 

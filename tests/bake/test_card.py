@@ -11,9 +11,9 @@ import yaml
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
-from arctool.bake.account import Account, GroupSpent, Tried
-from arctool.bake.card import CardLayer, Subject, card
-from arctool.bake.markdown import code, sentence, table
+from arctool.bake.budget.account import Account, GroupSpent, Tried
+from arctool.bake.card.markdown import code, sentence, table
+from arctool.bake.card.page import CardLayer, Subject, card
 from arctool.uqff.container import BakeInfo, LayerDetails, LayerRecord, Quality
 from arctool.uqff.inspect import FileRow, Inspection, Totals
 

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 from safetensors.torch import save_file as save_torch
 
-from arctool.bake.checkpoint import fingerprint, open_checkpoint
-from arctool.bake.stored import Source, StoredTensor
+from arctool.bake.source.checkpoint import fingerprint, open_checkpoint
+from arctool.bake.source.stored import Source, StoredTensor
 from arctool.errors import SourceError, UsageError
 
 Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
@@ -235,7 +235,7 @@ def test_a_missing_path_is_refused_and_never_taken_for_a_hub_id(tmp_path: Path, 
     def no_hub(repo: str, revision: str | None = None) -> Path:
         raise AssertionError(f"asked the hub for {repo}")
 
-    monkeypatch.setattr("arctool.bake.checkpoint.fetch_snapshot", no_hub)
+    monkeypatch.setattr("arctool.bake.source.checkpoint.fetch_snapshot", no_hub)
     for source in (tmp_path / "absent", "./absent", "../absent", "~/absent/model", "a/b/c", "absent", "models/x.gguf", "", "a/b@"):
         assert "no such file or directory" in refusal(source)
 
@@ -247,7 +247,7 @@ def test_a_hub_id_reaches_the_hub_with_its_revision(tiny_llama: Path, monkeypatc
         asked.append((repo, revision))
         return tiny_llama
 
-    monkeypatch.setattr("arctool.bake.checkpoint.fetch_snapshot", hub)
+    monkeypatch.setattr("arctool.bake.source.checkpoint.fetch_snapshot", hub)
     assert open_checkpoint("org/name-1.5").origin == "org/name-1.5"
     open_checkpoint("org/name@refs/pr/1")
     open_checkpoint("org/name", revision="v2")

@@ -10,7 +10,7 @@ import torch
 from locations import load_script
 from tiny_gguf import write_gguf
 
-from arctool.bake.checkpoint import open_checkpoint
+from arctool.bake.source.checkpoint import open_checkpoint
 from arctool.quant.bf16 import to_bf16
 
 

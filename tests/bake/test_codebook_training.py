@@ -6,7 +6,7 @@ import hashlib
 
 import numpy as np
 
-from arctool.bake.codebook_training import PLANS, TrainingPlan, encode, gaussian_table, train
+from arctool.bake.search.codebook_training import PLANS, TrainingPlan, encode, gaussian_table, train
 from arctool.quant.codebooks import SHIPPED_TABLES
 from arctool.quant.trellis import Geometry
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from arctool.bake import compensation
-from arctool.bake.compensation import DAMPING, Change, change, compensated
-from arctool.bake.hessian import Moments
+from arctool.bake.calibration import compensation
+from arctool.bake.calibration.compensation import DAMPING, Change, change, compensated
+from arctool.bake.calibration.hessian import Moments
 
 ROWS, WIDTH, OUT = 900, 48, 20
 

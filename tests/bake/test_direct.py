@@ -11,9 +11,9 @@ from gguf import GGMLQuantizationType, quantize
 from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
-from arctool.bake.checkpoint import open_checkpoint
 from arctool.bake.choices import CHOICES, misfit, searched, stored_bytes
 from arctool.bake.direct import DirectTensor, as_blocks, store_directly
+from arctool.bake.source.checkpoint import open_checkpoint
 from arctool.errors import GeometryError, SourceError
 from arctool.quant.codebooks import RUNGS
 from arctool.quant.ggml import Q8_0

@@ -16,8 +16,8 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import Metaspace
 from tokenizers.trainers import BpeTrainer
 
-from arctool.bake.checkpoint import open_checkpoint
-from arctool.bake.gguf_sentencepiece import merges, parts
+from arctool.bake.source.checkpoint import open_checkpoint
+from arctool.bake.source.gguf_sentencepiece import merges, parts
 from arctool.errors import SourceError
 
 ROOT = Path(__file__).resolve().parents[2]

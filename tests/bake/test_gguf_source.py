@@ -16,10 +16,10 @@ from safetensors.numpy import load_file
 from tiny_gguf import write_gguf
 from tokenizers import Tokenizer
 
-from arctool.bake.checkpoint import open_checkpoint
-from arctool.bake.gguf_file import GgufArray, read_gguf
-from arctool.bake.gguf_source import deinterleave, frequency_factors
-from arctool.bake.terms import Terms
+from arctool.bake.source.checkpoint import open_checkpoint
+from arctool.bake.source.gguf_file import GgufArray, read_gguf
+from arctool.bake.source.gguf_source import deinterleave, frequency_factors
+from arctool.bake.source.terms import Terms
 from arctool.errors import SourceError
 
 TEXTS = (

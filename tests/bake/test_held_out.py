@@ -7,8 +7,8 @@ from typing import ClassVar
 
 from locations import ROOT
 
-from arctool.bake.checkpoint import open_checkpoint
-from arctool.bake.held_out import held_out
+from arctool.bake.budget.held_out import held_out
+from arctool.bake.source.checkpoint import open_checkpoint
 from arctool.run.tokenizer import Tokenizer
 
 VALIDATION = ROOT / "arctool" / "run" / "texts" / "validation.txt"

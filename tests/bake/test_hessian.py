@@ -9,7 +9,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from arctool.bake.hessian import LARGEST, STRIPE, Moments
+from arctool.bake.calibration.hessian import LARGEST, STRIPE, Moments
 
 FEATURES = 2 * STRIPE + 44
 UNIT = 2.0**-24

@@ -19,11 +19,11 @@ from hub_stand_in import COMMIT, HubStandIn
 from locations import ROOT
 from safetensors.numpy import load_file
 
-from arctool.bake.checkpoint import open_checkpoint
+from arctool.bake.source.checkpoint import open_checkpoint
 
 FETCH = """
 import json, sys
-from arctool.bake.hub import fetch_snapshot
+from arctool.bake.source.hub import fetch_snapshot
 from arctool.errors import ArctoolError
 try:
     print(json.dumps({"folder": str(fetch_snapshot(*sys.argv[1:]))}))
@@ -33,7 +33,7 @@ except ArctoolError as error:
 
 OPEN = """
 import json, sys
-from arctool.bake.checkpoint import open_checkpoint
+from arctool.bake.source.checkpoint import open_checkpoint
 checkpoint = open_checkpoint(sys.argv[1])
 total = float(checkpoint.tensor("model.norm.weight").sum())
 print(json.dumps({"names": len(checkpoint.names()), "licence": checkpoint.terms.licence, "origin": checkpoint.origin, "sum": total}))
@@ -159,7 +159,7 @@ def test_a_broken_download_is_refused_and_a_later_one_succeeds(hub: HubStandIn, 
 def test_a_repository_without_safetensors_is_refused_by_its_id(hub: HubStandIn, child: Child) -> None:
     (hub.folder / "model.safetensors").unlink()
     script = (
-        "import json, sys\nfrom arctool.bake.checkpoint import open_checkpoint\nfrom arctool.errors import SourceError\n"
+        "import json, sys\nfrom arctool.bake.source.checkpoint import open_checkpoint\nfrom arctool.errors import SourceError\n"
         "try:\n    open_checkpoint(sys.argv[1])\nexcept SourceError as error:\n    print(json.dumps({'error': str(error)}))\n"
     )
     error = child.run(script, hub.repo)["error"]

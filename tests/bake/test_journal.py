@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from arctool.bake import journal as journal_room
 from arctool.bake.journal import Journal
-from arctool.bake.rounding import RoundedLayer, RungTools, round_layer
+from arctool.bake.search.rounding import RoundedLayer, RungTools, round_layer
 from arctool.errors import StorageError
 from arctool.quant.codebooks import rung
 from arctool.quant.hadamard import Rotation

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from arctool.bake.ldlq import DAMPING, GAIN_FACTORS, Method, damped, factor, feed_layer, feedback, rotate_hessian
-from arctool.bake.rounding import RoundedLayer, RungTools, round_layer
+from arctool.bake.search.ldlq import DAMPING, GAIN_FACTORS, Method, damped, factor, feed_layer, feedback, rotate_hessian
+from arctool.bake.search.rounding import RoundedLayer, RungTools, round_layer
 from arctool.errors import SourceError
 from arctool.quant.codebooks import RUNGS
 from arctool.quant.hadamard import Rotation

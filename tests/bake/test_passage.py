@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from small_text import SMALL
 
-from arctool.bake.checkpoint import open_checkpoint
-from arctool.bake.passage import Passage, final_states, linear_keys, swapped
+from arctool.bake.budget.passage import Passage, final_states, linear_keys, swapped
+from arctool.bake.source.checkpoint import open_checkpoint
 from arctool.kernels.registry import default_registry
 from arctool.quant.tensor import DenseTensor
 from arctool.run.evaluate import head_logits, logits

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from arctool.bake.checkpoint import open_checkpoint
 from arctool.bake.pipeline import LayerDone, bake, bake_in_memory, plan
 from arctool.bake.recipe import Recipe, Rule
+from arctool.bake.source.checkpoint import open_checkpoint
 from arctool.errors import StorageError, UsageError
 from arctool.kernels.registry import default_registry
 from arctool.quant.bf16 import from_bf16

@@ -12,13 +12,15 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from arctool.bake import calibrated, calibration, pipeline, place, provenance
-from arctool.bake.calibrated import disk_bytes
-from arctool.bake.calibration_set import choose_calibration
-from arctool.bake.checkpoint import open_checkpoint
+from arctool.bake import pipeline, place, provenance
+from arctool.bake.calibration import calibrated
+from arctool.bake.calibration import stream as calibration
+from arctool.bake.calibration.calibrated import disk_bytes
+from arctool.bake.calibration.token_set import choose_calibration
 from arctool.bake.pipeline import BakeResult, bake
 from arctool.bake.place import check_room, peak_bytes
 from arctool.bake.recipe import Recipe, load_recipe
+from arctool.bake.source.checkpoint import open_checkpoint
 from arctool.errors import SourceError, StorageError
 from arctool.quant.codebooks import SHIPPED_TABLES, SUM2_CONSTANTS, SUM2_SHA256
 from arctool.uqff.verify import verify

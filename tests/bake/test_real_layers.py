@@ -10,9 +10,9 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from arctool.bake.checkpoint import open_checkpoint
-from arctool.bake.ldlq import feed_layer
-from arctool.bake.rounding import RoundedLayer, RungTools, round_layer
+from arctool.bake.search.ldlq import feed_layer
+from arctool.bake.search.rounding import RoundedLayer, RungTools, round_layer
+from arctool.bake.source.checkpoint import open_checkpoint
 from arctool.quant.codebooks import RUNGS
 from arctool.quant.hadamard import Rotation
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from arctool.bake.rounding import GAIN_FACTORS, RungTools, excess_exponent, round_layer, round_rows, search_scales
+from arctool.bake.search.rounding import GAIN_FACTORS, RungTools, excess_exponent, round_layer, round_rows, search_scales
 from arctool.errors import SourceError
 from arctool.quant.codebooks import RUNGS
 from arctool.quant.hadamard import Rotation

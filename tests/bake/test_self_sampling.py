@@ -15,9 +15,9 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from arctool.bake import self_sampling
-from arctool.bake.checkpoint import Checkpoint, open_checkpoint
-from arctool.bake.self_sampling import PROMPTS, SEQUENCE_TOKENS, engine_options, sample_texts
+from arctool.bake.calibration import self_sampling
+from arctool.bake.calibration.self_sampling import PROMPTS, SEQUENCE_TOKENS, engine_options, sample_texts
+from arctool.bake.source.checkpoint import Checkpoint, open_checkpoint
 from arctool.errors import SourceError, UsageError
 from arctool.quant.tensor import Weight
 from arctool.run.config import ModelConfig

@@ -10,12 +10,12 @@ import pytest
 from numpy.typing import NDArray
 from small_text import SMALL, Replaced
 
-from arctool.bake import sensitivity
-from arctool.bake.allocation import Group, grouped
-from arctool.bake.checkpoint import Checkpoint, open_checkpoint
+from arctool.bake.budget import sensitivity
+from arctool.bake.budget.allocation import Group, grouped
+from arctool.bake.budget.sensitivity import BROKEN, Check, Trial, measure
 from arctool.bake.pipeline import bake_in_memory
 from arctool.bake.recipe import Recipe
-from arctool.bake.sensitivity import BROKEN, Check, Trial, measure
+from arctool.bake.source.checkpoint import Checkpoint, open_checkpoint
 from arctool.errors import SourceError
 from arctool.kernels.registry import default_registry
 from arctool.quant.tensor import DenseTensor

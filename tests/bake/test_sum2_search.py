@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from arctool.bake.sum2_search import draw, error
+from arctool.bake.search.sum2_search import draw, error
 from arctool.quant.codebooks import SUM2_CONSTANTS
 
 CANDIDATES = {4: 6000, 6: 1000, 8: 4000}

@@ -12,11 +12,12 @@ import pytest
 from feedback_oracle import Search, fused, search_row
 from numpy.typing import NDArray
 
-from arctool.bake import survivor_ir, survivors
-from arctool.bake.ldlq import feedback
-from arctool.bake.survivor_ir import BLOCK, TRAIL, least_of
-from arctool.bake.survivors import CROWD, MARGIN, Feedback, exact_metric, layout, rows_per_chunk, search_rows, workspace
-from arctool.bake.viterbi import Searcher
+from arctool.bake.search import survivors, vector_ir
+from arctool.bake.search.ldlq import feedback
+from arctool.bake.search.select_ir import least_of
+from arctool.bake.search.survivor_ir import BLOCK, TRAIL
+from arctool.bake.search.survivors import CROWD, MARGIN, Feedback, exact_metric, layout, rows_per_chunk, search_rows, workspace
+from arctool.bake.search.viterbi import Searcher
 from arctool.quant.codebooks import RUNGS
 from arctool.quant.trellis import Geometry, decode_rows, pack_symbols
 
@@ -116,7 +117,7 @@ def test_among_equals_the_lowest_symbol_and_the_lowest_node_win(geometry: Geomet
 @geometries
 def test_the_width_of_a_register_moves_no_bit(geometry: Geometry, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiled here with the lanes of another machine, past every cache."""
-    lanes = {8: 16, 16: 8}[survivor_ir.LANES]
+    lanes = {8: 16, 16: 8}[vector_ir.LANES]
     values, given = layout(table_of(geometry), geometry), feedback(hessian(52, 4), geometry)
     targets = gaussian(2, 52, 3)
     usual = search_rows(targets, values, given, geometry)
@@ -125,7 +126,7 @@ def test_the_width_of_a_register_moves_no_bit(geometry: Geometry, monkeypatch: p
     def uncached() -> Callable[[Any], Any]:
         return lambda function: made.append(numba.njit(nogil=True)(function)) or made[-1]
 
-    monkeypatch.setattr(survivor_ir, "LANES", lanes)
+    monkeypatch.setattr(vector_ir, "LANES", lanes)
     monkeypatch.setattr(survivors, "jit", uncached)
     monkeypatch.setattr(survivors, "feedback_kernel", survivors.feedback_kernel.__wrapped__)
     other = search_rows(targets, values, given, geometry)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from arctool.bake.terms import LICENCE_PATTERNS, MAX_BYTES, Terms, licence_files, read_terms, terms_of
+from arctool.bake.source.terms import LICENCE_PATTERNS, MAX_BYTES, Terms, licence_files, read_terms, terms_of
 from arctool.errors import SourceError
 
 TEXT = b"Permission is hereby granted"

@@ -11,7 +11,7 @@ import pytest
 from locations import FIXTURES, ROOT
 
 TEXTS = {
-    "calibration": ROOT / "arctool" / "bake" / "texts" / "calibration.txt",
+    "calibration": ROOT / "arctool" / "bake" / "calibration" / "texts" / "calibration.txt",
     "evaluation": ROOT / "arctool" / "run" / "texts" / "evaluation.txt",
     "validation": ROOT / "arctool" / "run" / "texts" / "validation.txt",
 }

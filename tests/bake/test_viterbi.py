@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from arctool.bake.codebook_training import gaussian_table
-from arctool.bake.rounding import RungTools, relative_error, search_scales
-from arctool.bake.viterbi import Searcher
+from arctool.bake.search.codebook_training import gaussian_table
+from arctool.bake.search.rounding import RungTools, relative_error, search_scales
+from arctool.bake.search.viterbi import Searcher
 from arctool.quant.codebooks import RUNGS
 from arctool.quant.trellis import Geometry, pack_symbols, row_states
 

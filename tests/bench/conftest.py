@@ -10,9 +10,9 @@ import numba
 import pytest
 import torch
 
-from arctool.bake.checkpoint import open_checkpoint
 from arctool.bake.pipeline import bake
 from arctool.bake.recipe import Recipe
+from arctool.bake.source.checkpoint import open_checkpoint
 
 sys.path.append(str(Path(__file__).parents[1] / "bake"))
 

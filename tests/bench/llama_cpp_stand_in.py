@@ -17,7 +17,7 @@ import numpy as np
 from gguf import GGMLQuantizationType
 from tiny_gguf import write_gguf
 
-from arctool.bake.checkpoint import open_checkpoint
+from arctool.bake.source.checkpoint import open_checkpoint
 from arctool.kernels.registry import default_registry
 from arctool.run.evaluate import logits
 from arctool.run.weights import load_model

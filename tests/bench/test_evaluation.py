@@ -18,7 +18,7 @@ from locations import ROOT
 from safetensors.numpy import load_file, save_file
 from tiny_gguf import write_gguf
 
-from arctool.bake.checkpoint import open_checkpoint
+from arctool.bake.source.checkpoint import open_checkpoint
 from arctool.bench import evaluation, reading
 from arctool.bench.evaluation import Evaluation, evaluate
 from arctool.bench.reading import plan_reading

@@ -12,7 +12,7 @@ from llama_cpp_stand_in import StandIn
 from numpy.typing import NDArray
 from tiny_gguf import gguf_name, write_gguf
 
-from arctool.bake.checkpoint import open_checkpoint
+from arctool.bake.source.checkpoint import open_checkpoint
 from arctool.bench import llama_cpp
 from arctool.bench.importance import importance
 from arctool.bench.llama_cpp import Peer, find_peer, opened, requantise

@@ -18,11 +18,11 @@ import pytest
 from llama_cpp_stand_in import StandIn
 from tiny_gguf import write_gguf
 
-from arctool.bake.calibration_set import choose_calibration
-from arctool.bake.checkpoint import open_checkpoint
-from arctool.bake.ldlq import METHOD, Method
+from arctool.bake.calibration.token_set import choose_calibration
 from arctool.bake.pipeline import bake, bake_in_memory
 from arctool.bake.recipe import Recipe
+from arctool.bake.search.ldlq import METHOD, Method
+from arctool.bake.source.checkpoint import open_checkpoint
 from arctool.bench import quality, study
 from arctool.bench.evaluation import evaluate
 from arctool.bench.quality import measure, parser, run, run_study

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from locations import ROOT
 
-from arctool.bake import survivors
-from arctool.bake.survivor_ir import BLOCK
-from arctool.bake.survivors import DELAY, LONG_DELAY
+from arctool.bake.search import survivors
+from arctool.bake.search.survivor_ir import BLOCK
+from arctool.bake.search.survivors import DELAY, LONG_DELAY
 from arctool.bench import search
 from arctool.bench.search import core_seconds, measure_speeds, measure_windows, parse_rungs
 from arctool.errors import UsageError

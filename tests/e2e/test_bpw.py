@@ -12,13 +12,13 @@ import pytest
 from commands import ok, refused, tree
 from zygote import Zygote
 
-from arctool.bake.checkpoint import open_checkpoint
+from arctool.bake.source.checkpoint import open_checkpoint
 from arctool.errors import InterruptedByUser, UsageError
 from arctool.run.models.spec import Role
 from arctool.uqff.container import open_artifact
 
 SHORT = """
-import arctool.bake.held_out as held_out
+import arctool.bake.budget.held_out as held_out
 held_out.MEASURED_TOKENS, held_out.CHECKED_TOKENS = 32, 512
 """
 """A hook that leaves little to read, for tests that bake many times."""

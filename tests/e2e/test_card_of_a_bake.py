@@ -137,7 +137,7 @@ def test_without_calibration_only_who_asks_is_told(zygote: Zygote, tiny_llama: P
 
 
 def test_a_model_too_large_to_hold_is_not_measured_and_says_how(zygote: Zygote, tiny_llama: Path, tmp_path: Path) -> None:
-    hook = "import arctool.bake.measurement as m\nm.SELF_WEIGHTS = {}\nm.load_model = None"
+    hook = "import arctool.bake.card.measurement as m\nm.SELF_WEIGHTS = {}\nm.load_model = None"
     for limit, options in ((127295, ()), (127295, ("--measure",))):
         argv = ("bake", tiny_llama, *CALIB, "-q", "--json", "--force", "-o", "a", *options)
         value = json.loads(ok(zygote.run(*argv, cwd=tmp_path, hook=hook.format(limit))).stdout)

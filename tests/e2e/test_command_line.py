@@ -13,7 +13,7 @@ from hub_stand_in import COMMIT, HubStandIn
 from tiny_gguf import write_gguf
 from zygote import Zygote
 
-from arctool.bake.checkpoint import open_checkpoint
+from arctool.bake.source.checkpoint import open_checkpoint
 from arctool.uqff.container import open_artifact
 
 SUBCOMMANDS = ("bake", "verify", "eval", "inspect", "run", "doctor")

@@ -9,9 +9,9 @@ import pytest
 from commands import ok
 from zygote import Zygote
 
-from arctool.bake.checkpoint import open_checkpoint
 from arctool.bake.pipeline import bake_in_memory
 from arctool.bake.recipe import Recipe
+from arctool.bake.source.checkpoint import open_checkpoint
 from arctool.kernels.registry import default_registry
 from arctool.run.evaluate import logits
 from arctool.run.llm import LLM, ArtifactSource
