@@ -120,8 +120,8 @@ class Journal:
         return sum(1 for _ in self.directory.glob(f"*{SUFFIX}"))
 
     def stored_bytes(self) -> int:
-        """Size of the layers that are kept."""
-        return sum(path.stat().st_size for path in self.directory.glob(f"*{SUFFIX}"))
+        """Size of the layers and arrays that are kept."""
+        return sum(path.stat().st_size for suffix in (SUFFIX, ARRAY_SUFFIX) for path in self.directory.glob(f"*{suffix}"))
 
     def remove(self) -> None:
         """The artifact is out; nothing here is needed any more."""

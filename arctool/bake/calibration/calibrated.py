@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from arctool.bake.calibration.compensation import compensated
+from arctool.bake.calibration.hessian import damping
 from arctool.bake.calibration.stream import Calibration, LiveLinear, Measured, Stage
 from arctool.bake.choices import searched
 from arctool.bake.direct import store_directly
@@ -75,7 +76,10 @@ class Bench:
             else:
                 target = None if seen.change is None else compensated(weight, seen.change, self.pool, self.method.share)
                 usable = target is not None and bool(np.isfinite(target).all())
-                layer = feed_layer(weight, seen.hessian, spec.key, tools, rotation, self.pool, self.method, target if usable else None)
+                share = damping(weight.shape[1], seen.rows)
+                layer = feed_layer(
+                    weight, seen.hessian, spec.key, tools, rotation, self.pool, self.method, target if usable else None, share
+                )
         except SourceError as error:
             raise SourceError(f"{self.checkpoint.file(spec.name)}: {error}") from error
         if seen is not None:

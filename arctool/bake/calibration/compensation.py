@@ -19,9 +19,6 @@ from numpy.typing import NDArray
 SHARE = 0.5
 """How much of the way to V is gone; see docs/calibration.md for the curve."""
 
-DAMPING = 0.01
-"""Added to H's diagonal, as a share of its mean: directions that calibration hardly saw keep their weights."""
-
 STRIPE = 256
 """Rows of one task; fixed, so that the number of threads moves no bit."""
 
@@ -36,13 +33,15 @@ class Change:
     states: NDArray[np.float32] | None
 
 
-def change(hessian: NDArray[np.float32], drift: NDArray[np.float32], lag: NDArray[np.float32] | None, pool: Executor) -> Change | None:
-    """The change for H = `hessian`, `drift` = E[(z − x) xᵀ] f32 [in, in] and `lag` = E[(r − s) xᵀ] f32 [hidden, in], which it overwrites.
+def change(
+    hessian: NDArray[np.float32], share: float, drift: NDArray[np.float32], lag: NDArray[np.float32] | None, pool: Executor
+) -> Change | None:
+    """The change, with `share` of H's mean diagonal added to it (`hessian.damping`), for H = `hessian`, `drift` = E[(z − x) xᵀ] f32 [in, in] and `lag` = E[(r − s) xᵀ] f32 [hidden, in], which it overwrites.
 
     Solved in f64. None where the damped H has no factor or the result is not finite.
     """
     damped = torch.from_numpy(hessian.astype(np.float64))
-    damped.diagonal().add_(DAMPING * float(damped.diagonal().mean()))
+    damped.diagonal().add_(share * float(damped.diagonal().mean()))
     factor, failed = torch.linalg.cholesky_ex(damped)
     del damped
     if failed.item() or not torch.isfinite(factor.diagonal()).all():

@@ -17,7 +17,21 @@ STRIPE = 256
 """Columns of one task."""
 
 LARGEST = 2.0**56
-"""Larger activations, squared and summed over any calibration set, could pass the largest f32; no working layer comes near."""
+"""Larger activations, squared and summed over 2^16 rows, could pass the largest f32; no working layer comes near."""
+
+
+LEAST_DAMPING = 0.01
+"""Of H's mean diagonal is added to it at the least: what calibration saw too little of must not look free (QTIP's figure)."""
+
+MOST_DAMPING = 1.0
+
+SHRINKAGE = 0.5
+"""Times columns / rows is the damping where that is more: a mean over few rows is itself uncertain by so much."""
+
+
+def damping(columns: int, rows: int) -> float:
+    """What share of its mean diagonal is to be added to an H f32 [columns, columns] that is the mean over `rows` rows."""
+    return min(MOST_DAMPING, max(LEAST_DAMPING, SHRINKAGE * columns / rows))
 
 
 class Moments:

@@ -10,6 +10,7 @@ of all windows, which lie in unnamed files when they pass `IN_MEMORY` bytes. Det
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor
@@ -22,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 
 from arctool.bake.calibration.compensation import Change, change
-from arctool.bake.calibration.hessian import Moments
+from arctool.bake.calibration.hessian import Moments, damping
 from arctool.errors import SourceError
 from arctool.kernels.registry import TokenClass, default_registry
 from arctool.quant.tensor import DenseTensor, Weight
@@ -35,6 +36,7 @@ from arctool.run.models import architecture
 from arctool.run.models.decoder import Block, CausalLM
 from arctool.run.models.spec import EMBEDDING_KEY, HEAD_KEY
 from arctool.run.step import Rows, Span, StepInputs, build_step
+from arctool.uqff.files import storage_errors
 
 BATCH = 4
 """Windows whose activations are in memory together; fixed, because sums go by batches."""
@@ -224,7 +226,7 @@ class Calibration:
         hessian = moments.mean()
         wanted = None
         if beside and moments.rows:
-            wanted = change(hessian, moments.crossed(0), moments.crossed(1) if joins else None, self._pool)
+            wanted = change(hessian, damping(len(hessian), moments.rows), moments.crossed(0), moments.crossed(1) if joins else None, self._pool)
         return Measured(hessian, moments.rows, moments.dropped, wanted)
 
     def _keep(self, inputs: Inputs | None, batch: range, read: list[torch.Tensor]) -> Inputs:
@@ -234,7 +236,7 @@ class Calibration:
         return kept
 
     def advance(self, stage: Stage, inputs: Inputs | None) -> None:
-        """Add the output of the stage's last layer to the hidden states, and forget the weights of all that its input went through."""
+        """Add the output of the stage's last layer to the hidden states."""
         if stage.adds is None or inputs is None:
             return
         added = stage.adds
@@ -273,8 +275,10 @@ class Calibration:
         shape = (*self.ids.shape, width)
         if 4 * int(np.prod(shape)) <= IN_MEMORY or self._scratch is None:
             return np.zeros(shape, np.float32)
-        with tempfile.TemporaryFile(dir=self._scratch) as file:
-            return np.memmap(file, np.float32, "w+", shape=shape)
+        size = 4 * int(np.prod(shape))
+        with storage_errors(self._scratch, "write"), tempfile.TemporaryFile(dir=self._scratch) as file:
+            os.posix_fallocate(file.fileno(), 0, size)  # a disk that is full is an error here, and a dead process once it is mapped
+            return np.memmap(file, np.float32, "r+", shape=shape)
 
 
 def block_stages(block: Block, mix: Callable[[Block, torch.Tensor, StepInputs], torch.Tensor]) -> tuple[Stage, ...]:

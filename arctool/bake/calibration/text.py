@@ -119,7 +119,7 @@ def read_calibration(source: str, render: Render | None = None) -> tuple[Calibra
         raise UsageError(f"--calib: expected a file, a folder or {AUTO}, found {source!r}")
     path = Path(source)
     paths = _below(path) if os.path.isdir(path) else [path]
-    texts = tuple(CalibrationText(str(p), p, Form.RECORDS if p.suffix == ".jsonl" else Form.PLAIN, render) for p in paths)
+    texts = tuple(CalibrationText(str(p), p, Form.RECORDS if p.suffix.lower() == ".jsonl" else Form.PLAIN, render) for p in paths)
     for text in texts:
         _check(text)
     return texts
@@ -232,7 +232,7 @@ def _below(folder: Path) -> list[Path]:
     found: list[Path] = []
     for root, folders, files in os.walk(folder, onerror=_unlistable):
         folders[:] = [name for name in folders if not name.startswith(".")]
-        found += [Path(root) / name for name in files if not name.startswith(".") and Path(name).suffix in SUFFIXES]
+        found += [Path(root) / name for name in files if not name.startswith(".") and Path(name).suffix.lower() in SUFFIXES]
         if len(found) > MAX_FILES:
             raise UsageError(f"--calib {folder}: more than {MAX_FILES} files; give a folder with fewer")
     if not found:

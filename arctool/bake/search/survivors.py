@@ -35,6 +35,9 @@ LONG_DELAY = 96
 DEAD = np.float32(1e30)
 """The cost of a node that no stream may pass any more."""
 
+ALIVE = np.float32(1e29)
+"""More than any stream that may go on costs."""
+
 MARGIN = 4.0
 """Where a row has more than CROWD survivors, one that lies behind the best by more than this many times the rate's least error of a
 step is dropped: its feedback is not worth the memory traffic. At K4V2L16 these are 84 of 100, for 0.5 % of the error."""
@@ -252,7 +255,7 @@ def feedback_kernel(geometry: Geometry, rows: int, delay: int) -> Any:
             done = t + 1
             for r in range(rows):
                 least[r] = least_of(best[r], nodes)
-                counts[r] = survive(best[r], min(DEAD, least[r] + margin * weight), living[r])
+                counts[r] = survive(best[r], min(ALIVE, least[r] + margin * weight), living[r])
                 hand_over(counts[r], living[r], chosen[r], records, table, weights[r], near, slots[now, r], slots[1 - now, r],
                           trails[now, r], trails[1 - now, r], origin[now, r], origin[1 - now, r], symbol_ring[r, t % ring],
                           t * v, t * v % BLOCK, k, v, l, reach)  # fmt: skip
