@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import _thread
 import io
 import json
 import os
 import sys
+import threading
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -111,6 +113,8 @@ def bake(
             progress=show,
             status=say,
         )
+    if (shortage := tables.shortage(result, calib_tokens)) is not None:
+        typer.echo(f"note: {shortage}", err=True)
     for name in result.ignored:
         typer.echo(f"note: {name} is in the source and belongs to no part of this model; it was left out", err=True)
     found = look(result.path)
@@ -306,9 +310,29 @@ def _prepare_streams() -> None:
         setattr(sys, name, stream)
 
 
+SOON = 0.05
+"""Seconds; a compiler's callback takes microseconds."""
+
+
+def _heed_interrupts() -> None:
+    """A Ctrl-C that arrives while a compiler calls back into Python cannot leave that call, and would be lost: raise it again behind it."""
+    usual = sys.unraisablehook
+
+    def hook(unraisable: sys.UnraisableHookArgs) -> None:
+        if issubclass(unraisable.exc_type, KeyboardInterrupt):
+            again = threading.Timer(SOON, _thread.interrupt_main)
+            again.daemon = True
+            again.start()
+        else:
+            usual(unraisable)
+
+    sys.unraisablehook = hook
+
+
 def main() -> None:
     """Entry point: a user's error is one line on standard error and its class's exit code; Ctrl-C is 130; a closed pipe is quiet."""
     _prepare_streams()
+    _heed_interrupts()
     try:
         os.getcwd()
         app(standalone_mode=True)
@@ -316,6 +340,9 @@ def main() -> None:
         if leaving.code == InterruptedByUser.exit_code:
             typer.echo("arctool: interrupted", err=True)
         raise
+    except KeyboardInterrupt:
+        typer.echo("arctool: interrupted", err=True)
+        raise SystemExit(InterruptedByUser.exit_code) from None
     except ArctoolError as error:
         _fail(error)
     except OSError as error:

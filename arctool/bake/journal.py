@@ -29,8 +29,14 @@ from arctool.uqff.locks import is_at, try_lock
 HEADER = "bake.json"
 SUFFIX = ".layer"
 ARRAY_SUFFIX = ".array"
+UNIFORM = "arctool-uniform"
 DIGEST_BYTES = hashlib.sha256().digest_size
 READ_BYTES = 1 << 24
+
+
+def beside(output: Path) -> Path:
+    """The output whose journal keeps the uniform bake behind a bit budget; no artifact is ever made there."""
+    return output.with_name(f"{output.name}.{UNIFORM}")
 
 
 class Journal:
@@ -123,6 +129,10 @@ class Journal:
         """Size of the layers and arrays that are kept."""
         return sum(path.stat().st_size for suffix in (SUFFIX, ARRAY_SUFFIX) for path in self.directory.glob(f"*{suffix}"))
 
+    def empty(self) -> bool:
+        """Whether nothing is kept: no layer, no array."""
+        return not any(path.suffix in (SUFFIX, ARRAY_SUFFIX) for path in self.directory.iterdir())
+
     def remove(self) -> None:
         """The artifact is out; nothing here is needed any more."""
         shutil.rmtree(self.directory, ignore_errors=True)
@@ -154,12 +164,12 @@ class Journal:
         self._write(header, self._identity)
 
     def _leave(self) -> None:
-        """Unlock; a journal without one finished layer offers a next run nothing and goes.
+        """Unlock; a journal that keeps nothing offers a next run nothing and goes.
 
         Once `remove` has run, the path may already be another bake's journal, which is not ours to look at.
         """
         if self._lock is not None:
-            if is_at(self._lock, self.directory) and not self.finished():
+            if is_at(self._lock, self.directory) and self.empty():
                 self.remove()
             os.close(self._lock)
             self._lock = None

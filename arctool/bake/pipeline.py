@@ -30,7 +30,7 @@ from arctool.bake.card.measurement import plan_measurement
 from arctool.bake.card.publication import publish
 from arctool.bake.choices import searched
 from arctool.bake.direct import store_directly
-from arctool.bake.journal import Journal
+from arctool.bake.journal import Journal, beside
 from arctool.bake.place import check_free, check_room, finished_before
 from arctool.bake.plan import Task, layer_sizes, plan
 from arctool.bake.provenance import bake_info
@@ -145,6 +145,7 @@ def bake(
                     progress(done)
             report, unmeasured = publish(writer, checkpoint, tasks, info, reading, status or (lambda _: None))
         journal.remove()
+    Journal(beside(output), {}).discard()
     return BakeResult(output, report, resumed, time.monotonic() - began, checkpoint.ignored, unmeasured)
 
 
@@ -255,6 +256,8 @@ def interruptible(journal: Journal, tasks: tuple[Task, ...]) -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         quantised = sum(searched(task.choice.rung) for task in tasks)
+        if journal.empty():
+            raise InterruptedByUser("interrupted; there was nothing to keep yet") from None
         raise InterruptedByUser(
             f"interrupted; {journal.finished()} of {quantised} layers are kept in {journal.directory}: run the same command to go on"
         ) from None

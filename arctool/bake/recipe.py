@@ -207,7 +207,8 @@ def _read(path: Path) -> Mapping[Any, Any]:
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise UsageError(f"{path}: not valid YAML: {' '.join(str(error).split())[:200]}") from error
     if not isinstance(document, dict):
-        raise UsageError(f"{path}: expected a mapping such as '0-8: {{isq: qtip4}}', found {type(document).__name__}")
+        found = "nothing" if document is None else f"a {type(document).__name__}"
+        raise UsageError(f"{path}: expected a mapping such as '0-8: {{isq: qtip4}}', found {found}")
     return document
 
 

@@ -35,7 +35,7 @@ def spent(account: Account) -> RenderableType:
 
 def _verdict(account: Account) -> str:
     if account.chosen == "mixed":
-        return f"mean KL {_kl(account.mixed)} on text not used to decide, uniform {account.rung} {_kl(account.uniform)}"
+        return f"mean KL {_kl(account.mixed)} on text that the allocation did not see, uniform {account.rung} {_kl(account.uniform)}"
     if account.mixed.kl is None and account.uniform.kl is None:
         return f"the same as uniform {account.rung}: nothing can be moved"
     return f"uniform {account.rung} is kept: mean KL {_kl(account.uniform)}, a mixed bake gave {_kl(account.mixed)}"

@@ -16,6 +16,9 @@ from arctool.bake.pipeline import BakeResult
 from arctool.uqff.inspect import Inspection, LayerRow
 from arctool.uqff.verify import VerifyReport
 
+ENOUGH = 0.9
+"""Of the calibration text that was asked for: windows are whole, so a little is always missing."""
+
 SOURCE_ROWS = 8
 """Layers with the largest error that a verification lists."""
 
@@ -38,6 +41,15 @@ def printable(text: str) -> str:
 def plain(text: str, style: str = "") -> Text:
     """A cell or a line that says exactly `text`, `printable`: rich would read a plain string as markup."""
     return Text(printable(text), style)
+
+
+def shortage(result: BakeResult, asked: int) -> str | None:
+    """That there was less calibration text than was asked for, None where there was about as much."""
+    info = result.report.bake
+    found = None if info is None or info.calibration is None else info.calibration.get("tokens")
+    if not isinstance(found, int) or found >= asked * ENOUGH:
+        return None
+    return f"calibrated with {found} tokens where {asked} were asked for: there is no more text; with more the model would be better"
 
 
 def baked(result: BakeResult, inspection: Inspection) -> str:

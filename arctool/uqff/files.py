@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import shutil
@@ -19,11 +20,11 @@ def storage_errors(path: Path, action: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise StorageError(f"{path}: cannot {action}: {error.strerror or error}{_free(path, action)}") from error
+        raise StorageError(f"{path}: cannot {action}: {error.strerror or error}{_free(path, action, error)}") from error
 
 
-def _free(path: Path, action: str) -> str:
-    if action.startswith("read"):
+def _free(path: Path, action: str, error: OSError) -> str:
+    if action.startswith("read") or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO):
         return ""
     for place in (path, *path.parents):
         try:

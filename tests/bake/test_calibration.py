@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,9 +15,10 @@ import transformers
 from numpy.typing import NDArray
 
 from arctool.bake.calibration import stream as room
+from arctool.bake.calibration.hessian import damping
 from arctool.bake.calibration.stream import Calibration, Measured, Stage, one_thread_per_call
 from arctool.bake.source.checkpoint import Checkpoint, open_checkpoint
-from arctool.errors import SourceError
+from arctool.errors import SourceError, StorageError
 from arctool.kernels.registry import TokenClass, default_registry
 from arctool.quant.tensor import DenseTensor
 from arctool.run.kv.blocks import blocks_for
@@ -238,7 +241,7 @@ def test_beside_the_unquantised_stream_a_stage_knows_how_far_it_has_drifted(tiny
             if inputs is not None and others is not None:
                 x, z = (rows.reshape(IDS.size, -1).astype(np.float64) for rows in (inputs, others))
                 damped = x.T @ x / IDS.size
-                damped += 0.01 * np.eye(len(damped)) * np.diag(damped).mean()
+                damped += damping(len(damped), IDS.size) * np.eye(len(damped)) * np.diag(damped).mean()
                 wanted = np.linalg.solve(damped, x.T @ np.concatenate([z - x, lag], axis=1) / IDS.size).T
                 found = np.concatenate([measured.change.inputs, measured.change.states])  # type: ignore[list-item]
                 np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-3 * np.abs(wanted).max())
@@ -246,3 +249,21 @@ def test_beside_the_unquantised_stream_a_stage_knows_how_far_it_has_drifted(tiny
             for calibration, part, rows in ((stored, stage, inputs), (truth, beside, others)):
                 install(calibration, checkpoint, part)
                 calibration.advance(part, rows)
+
+
+def test_a_disk_without_room_for_the_states_is_named_before_they_are_mapped(
+    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file with holes would be mapped all the same, and kill the process where one cannot be filled."""
+
+    def full(descriptor: int, offset: int, size: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(room, "IN_MEMORY", 0)
+    with open_checkpoint(str(tiny_llama)) as checkpoint, ThreadPoolExecutor(1) as pool:
+        mapped = stream(checkpoint, pool, scratch=tmp_path).states
+        assert isinstance(mapped, np.memmap)
+        monkeypatch.setattr(os, "posix_fallocate", full)
+        with pytest.raises(StorageError, match=f"{tmp_path}: cannot write: No space left on device; .* bytes are free"):
+            stream(checkpoint, pool, scratch=tmp_path)
+    assert list(tmp_path.iterdir()) == []

@@ -108,3 +108,16 @@ def test_what_the_model_writes_depends_on_the_seed_alone(llama: Checkpoint) -> N
     np.testing.assert_array_equal(one, again)
     assert (one != other).any()
     assert len(np.unique(one)) > 10
+
+
+def test_where_the_mix_runs_out_the_model_still_writes_its_eighth(llama: Checkpoint) -> None:
+    """The mix has some 196 thousand of this tokenizer's tokens."""
+    chosen = choose_calibration(llama, "auto", 1 << 18)
+    count = len(chosen.text.ids)
+    assert count < 7 * 128
+    assert chosen.sampled == count // 7 > 100
+
+
+def test_more_tokens_than_memory_could_hold_are_refused(llama: Checkpoint) -> None:
+    with pytest.raises(UsageError, match=f"^--calib-tokens: expected at most {1 << 24}, found {(1 << 24) + 1}$"):
+        choose_calibration(llama, "auto", (1 << 24) + 1)

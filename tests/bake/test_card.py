@@ -13,7 +13,8 @@ from markdown_it.token import Token
 
 from arctool.bake.budget.account import Account, GroupSpent, Tried
 from arctool.bake.card.markdown import code, sentence, table
-from arctool.bake.card.page import CardLayer, Subject, card
+from arctool.bake.card.page import card
+from arctool.bake.card.subject import CardLayer, Subject
 from arctool.uqff.container import BakeInfo, LayerDetails, LayerRecord, Quality
 from arctool.uqff.inspect import FileRow, Inspection, Totals
 
@@ -178,7 +179,7 @@ def test_a_hostile_name_is_only_ever_text(name: str) -> None:
         calibration={"text": name, "tokens": 5, "window": 4, "auto": False},
     )  # fmt: skip
     worst = CardLayer(LayerRecord(name, (4, 4), "trellis", 9, 2.0, details), name, "linear")
-    text = card(Subject(info, (*LAYERS, worst), CONTENTS, replace(QUALITY, text=name), (), "0.1.0"))
+    text = card(Subject(info, (*LAYERS, *[worst] * 40), CONTENTS, replace(QUALITY, text=name), (), "0.1.0"))
     printable = "".join(c if c.isprintable() else "\ufffd" for c in name)
     found = front(text)
     assert set(found) == {*front(card(SUBJECT)), "license_name"}
@@ -188,11 +189,8 @@ def test_a_hostile_name_is_only_ever_text(name: str) -> None:
     assert [token for token in inline(text) if token.type == "link_open"] == []
     spans = [token.content for token in inline(text) if token.type == "code_inline"]
     assert spans.count(printable or "\ufffd") >= 8
-    assert [line for line in text.splitlines() if line.startswith("#")] == [
-        line.replace(code(INFO.base_model or ""), code(name)).replace("`qtip2`", code(name)) if line.startswith("# ") else line
-        for line in card(SUBJECT).splitlines()
-        if line.startswith("#")
-    ]
+    headings = [line for line in card(SUBJECT).splitlines() if line.startswith("##")]
+    assert [line for line in text.splitlines() if line.startswith("#")] == [f"# {code(name)} at {code(name)}", *headings]
 
 
 @pytest.mark.parametrize("text", HOSTILE)
@@ -389,7 +387,7 @@ def test_how_a_budget_was_spent_is_told() -> None:
     assert cells[at + 1 : at + 6] == [
         ["mixed", "2.743", "0.25"],
         ["uniform qtip2-v4", "2.050", "0.5"],
-        ["rung", "layers", "weights", "which, the costliest first"],
+        ["rung", "layers", "of the weights that were allocated", "which, the costliest first"],
         ["q8_0", "1", "16.7%", "a.v|proj"],
         ["qtip2-v4", "5", "83.3%", "b.q_proj, b.k_proj, b.o_proj, a.q_proj and 1 more"],
     ]
@@ -404,3 +402,26 @@ def test_a_budget_that_the_uniform_bake_won_names_it_and_no_layers() -> None:
     assert "2.050 were spent" in text
     assert "**uniform `qtip2-v4`**" in text
     assert "costliest" not in text
+
+
+def test_a_budget_that_moves_nothing_says_so() -> None:
+    same = replace(ACCOUNT, chosen="uniform", uniform=Tried(2.05, None), mixed=Tried(2.05, None), checked_tokens=0)
+    text = card(replace(SUBJECT, info=replace(INFO, budget=same.to_json())))
+    assert "2.75 bits a weight of the linear layers were asked for, 2.050 were spent: uniform `qtip2`".replace("qtip2", "qtip2-v4") in text
+    assert "checked" not in text
+    assert "not measured" not in text
+
+
+def test_a_mixed_model_is_called_by_its_rate() -> None:
+    """Of three linear layers two have the rung that the artifact is named after; nine tenths would make it uniform."""
+    assert "# `org/Name-1.5` at 2.900 bits a weight\n" in card(SUBJECT)
+    many = (*(replace(LAYERS[1], record=replace(LAYERS[1].record, module=f"b{i}")) for i in range(20)), *LAYERS)
+    assert "# `org/Name-1.5` at `qtip2`\n" in card(replace(SUBJECT, layers=many))
+
+
+def test_rules_that_a_budget_made_are_not_listed_twice() -> None:
+    rules = [{"rung": "q8_0", "match": "a.v|proj", "first": None, "end": None}, {"rung": "bf16", "match": "*.o_proj", "first": 0, "end": 2}]
+    info = replace(INFO, budget=ACCOUNT.to_json(), recipe={**INFO.recipe, "rules": rules})
+    lines = [line for line in card(replace(SUBJECT, info=info)).splitlines() if line.startswith("- ")]
+    assert any("*.o_proj" in line for line in lines)
+    assert not any("a.v|proj" in line for line in lines)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from arctool.bake.calibration import compensation
-from arctool.bake.calibration.compensation import DAMPING, Change, change, compensated
+from arctool.bake.calibration.compensation import Change, change, compensated
 from arctool.bake.calibration.hessian import Moments
 
 ROWS, WIDTH, OUT = 900, 48, 20
@@ -40,14 +40,14 @@ def measured(x: np.ndarray, z: np.ndarray, lost: np.ndarray | None, pool: Execut
     gaps = [torch.from_numpy(z - x)] + ([] if lost is None else [torch.from_numpy(lost)])
     moments = Moments(WIDTH, [gap.shape[1] for gap in gaps])
     moments.add(torch.from_numpy(x), pool, gaps)
-    return change(moments.mean(), moments.crossed(0), None if lost is None else moments.crossed(1), pool)
+    return change(moments.mean(), 0.03, moments.crossed(0), None if lost is None else moments.crossed(1), pool)
 
 
 def ridge(wanted: np.ndarray, x: np.ndarray) -> np.ndarray:
     """argmin over V of mean ‖wanted − V x‖² + damping ‖V − 0‖², f64 [out, in]."""
     wide = x.astype(np.float64)
     moments = wide.T @ wide / len(wide)
-    damped = moments + np.eye(WIDTH) * DAMPING * np.diag(moments).mean()
+    damped = moments + np.eye(WIDTH) * 0.03 * np.diag(moments).mean()
     return np.linalg.solve(damped, wide.T @ wanted.astype(np.float64) / len(wide)).T
 
 
@@ -91,13 +91,13 @@ def test_without_drift_nothing_changes(pool: Executor, rng: np.random.Generator)
 
 @pytest.mark.parametrize("value", [np.nan, 0.0], ids=["not finite", "zero"])
 def test_moments_without_a_factor_give_no_change(pool: Executor, value: float) -> None:
-    assert change(np.full((WIDTH, WIDTH), value, np.float32), np.ones((WIDTH, WIDTH), np.float32), None, pool) is None
+    assert change(np.full((WIDTH, WIDTH), value, np.float32), 0.03, np.ones((WIDTH, WIDTH), np.float32), None, pool) is None
 
 
 def test_a_drift_that_is_not_finite_gives_no_change(pool: Executor) -> None:
     drift = np.ones((WIDTH, WIDTH), np.float32)
     drift[3, 4] = np.inf
-    assert change(np.eye(WIDTH, dtype=np.float32), drift, None, pool) is None
+    assert change(np.eye(WIDTH, dtype=np.float32), 0.03, drift, None, pool) is None
 
 
 def test_the_number_of_threads_moves_no_bit(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from arctool.bake.calibration.hessian import LARGEST, STRIPE, Moments
+from arctool.bake.calibration.hessian import LARGEST, STRIPE, Moments, damping
 
 FEATURES = 2 * STRIPE + 44
 UNIT = 2.0**-24
@@ -87,3 +87,11 @@ def test_any_number_of_threads_gives_the_same_bits() -> None:
         made = moments(batches, jobs, gaps)
         found.append((made.crossed(0).tobytes(), made.mean().tobytes()))
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(
+    ("columns", "rows", "share"),
+    [(576, 32768, 0.01), (1536, 32768, 0.0234375), (1536, 4096, 0.1875), (100, 50, 1.0), (100, 1, 1.0), (50, 2500, 0.01)],
+)
+def test_a_mean_over_few_rows_is_damped_by_as_much_as_it_is_uncertain(columns: int, rows: int, share: float) -> None:
+    assert damping(columns, rows) == share

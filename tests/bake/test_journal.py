@@ -86,7 +86,7 @@ def test_a_kept_array_comes_back_with_its_index_and_the_next_one_replaces_it(tmp
         assert found == index
         np.testing.assert_array_equal(into, values)
     assert sorted(path.name for path in journal.directory.iterdir()) == ["bake.json", "states.array"]
-    assert (journal.finished(), journal.stored_bytes()) == (0, 0)
+    assert (journal.finished(), journal.stored_bytes()) == (0, 32 + 8 + ARRAY.nbytes)
     ids = np.arange(6, dtype=np.int32).reshape(2, 3)
     journal.store_array("ids", 0, ids)
     into = np.zeros_like(ids)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from arctool.bake.search.ldlq import DAMPING, GAIN_FACTORS, Method, damped, factor, feed_layer, feedback, rotate_hessian
+from arctool.bake.search.ldlq import GAIN_FACTORS, Method, damped, factor, feed_layer, feedback, rotate_hessian
 from arctool.bake.search.rounding import RoundedLayer, RungTools, round_layer
 from arctool.errors import SourceError
 from arctool.quant.codebooks import RUNGS
@@ -171,6 +171,18 @@ def test_it_never_does_worse_than_rounding(kind: str, shape: tuple[int, int], po
                 assert fed.tensor.packed.tobytes() == rounded.tensor.packed.tobytes()
 
 
+@pytest.mark.parametrize("outputs", [64, 200])
+def test_weights_that_lie_on_a_rungs_own_grid_are_rounded(outputs: int, pool: ThreadPoolExecutor) -> None:
+    """What another bake stored can be stored again as it is, while feedback would move it off its grid. 200 rows: it shows on a sample."""
+    given = layer(outputs, 128)
+    stored = given.round("qtip4", pool)
+    again = Layer(stored.tensor.dense(), given.hessian, given.rotation)
+    fed, rounded = again.feed("qtip4", pool), again.round("qtip4", pool)
+    assert quadratic(again.errors(rounded), again.damped()) < 1e-6 * quadratic(given.errors(stored), given.damped())
+    assert fed.tensor.packed.tobytes() == rounded.tensor.packed.tobytes()
+    assert fed.note is not None
+
+
 def test_where_nothing_can_be_fed_back_a_layer_is_rounded_and_says_so(pool: ThreadPoolExecutor) -> None:
     given = layer(66, 64, np.eye(64))
     fed, rounded = given.feed("qtip2-v4", pool), given.round("qtip2-v4", pool)
@@ -211,8 +223,8 @@ def test_a_hessian_that_is_of_no_use_is_named_and_the_layer_is_rounded(whole: Ma
 def test_more_damping_is_tried_before_a_hessian_is_given_up() -> None:
     whole = np.eye(8)
     whole[0, 1] = whole[1, 0] = 1.05
-    damped(whole, Geometry.parse("K4V1L12"))
-    np.testing.assert_allclose(np.diag(whole), whole[0, 1] / 1.05 * (1 + 10 * DAMPING), rtol=1e-12)
+    damped(whole, Geometry.parse("K4V1L12"), 0.01)
+    np.testing.assert_allclose(np.diag(whole), whole[0, 1] / 1.05 * (1 + 10 * 0.01), rtol=1e-12)
 
 
 def test_a_row_of_zeros_gets_the_scale_0_and_disturbs_no_other(pool: ThreadPoolExecutor) -> None:

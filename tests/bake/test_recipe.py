@@ -250,7 +250,7 @@ def test_a_width_that_the_rung_cannot_take_falls_back_and_says_so(
         ("0-2: {isq: qtip4b}\n0-2: {isq: qtip3b}", ["0-2", "twice"]),
         ("rules: [{match: a, match: b, isq: qtip3b}]", ["match", "twice"]),
         ("- a", ["mapping", "list"]),
-        ("", ["mapping", "NoneType"]),
+        ("", ["mapping", "found nothing"]),
         ("a: [", ["not valid YAML"]),
         ("!!python/object/apply:os.system ['true']", ["not valid YAML"]),
         ("[" * 5000, ["not valid YAML"]),

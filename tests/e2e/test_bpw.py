@@ -116,6 +116,14 @@ def test_control_c_says_where_the_layers_are(zygote: Zygote, one_layer: Path, tm
     assert str(tmp_path / ".a.arctool-uniform.arctool-journal") in line
 
 
+def test_another_bake_to_the_same_output_takes_what_an_interrupted_budget_left(zygote: Zygote, one_layer: Path, tmp_path: Path) -> None:
+    hook = SHORT + AFTER.format(at=9, action="os.kill(os.getpid(), signal.SIGINT)")
+    refused(zygote.run("bake", one_layer, *ARGV, cwd=tmp_path, hook=hook), InterruptedByUser.exit_code, "7 of 7 layers are kept in")
+    assert ".a.arctool-uniform.arctool-journal" in os.listdir(tmp_path)
+    ok(zygote.run("bake", one_layer, "--isq", "qtip4", "--calib", "none", "-q", "-o", "a", cwd=tmp_path))
+    assert os.listdir(tmp_path) == ["a"]
+
+
 @pytest.mark.parametrize(
     ("argv", "named"),
     [

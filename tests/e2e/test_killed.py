@@ -176,6 +176,44 @@ def test_control_c_anywhere_else_is_one_line_too(zygote: Zygote, tiny_llama: Pat
     assert set(os.listdir(tmp_path)) <= {"a"}
 
 
+CALLBACK = """
+import ctypes, time, arctool.bake.pipeline as m
+real = m.plan
+
+@ctypes.CFUNCTYPE(None)
+def call():
+    raise KeyboardInterrupt
+
+def plan(*arguments):
+    call()
+    time.sleep(5)
+    return real(*arguments)
+
+m.plan = plan
+"""
+"""What a compiler does that calls back into Python: nothing can be raised out of it."""
+
+
+def test_control_c_inside_a_call_from_c_is_heeded_behind_it(zygote: Zygote, tiny_llama: Path, tmp_path: Path) -> None:
+    done = zygote.run("bake", tiny_llama, "--isq", "qtip4", "--calib", "none", "-q", "-o", "a", cwd=tmp_path, hook=CALLBACK)
+    assert (done.code, done.stderr) == (InterruptedByUser.exit_code, "arctool: interrupted\n")
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize(("place", "kept"), [("CalibratedLayers", [".a.arctool-journal"]), ("sample_windows", [])])
+def test_control_c_before_the_first_layer_says_truly_what_is_kept(
+    zygote: Zygote, tiny_llama: Path, tmp_path: Path, place: str, kept: list[str]
+) -> None:
+    """The text that the model wrote is worth keeping."""
+    argv = ("bake", tiny_llama, "--isq", "qtip4", "--calib-tokens", "2048", "-q", "-o", "a")
+    hook = f"import os, signal, arctool.bake.pipeline as m\nm.{place} = lambda *a, **o: os.kill(os.getpid(), signal.SIGINT)"
+    words = "0 of 14 layers are kept in" if kept else "interrupted; there was nothing to keep yet"
+    refused(zygote.run(*argv, cwd=tmp_path, hook=hook), InterruptedByUser.exit_code, words)
+    assert os.listdir(tmp_path) == kept
+    ok(zygote.run(*argv, cwd=tmp_path))
+    assert os.listdir(tmp_path) == ["a"]
+
+
 def test_two_bakes_to_one_output_do_not_meet(zygote: Zygote, tiny_llama: Path, tiny_artifact: Path, tmp_path: Path) -> None:
     arrived, go_on, place = tmp_path / "arrived", tmp_path / "go_on", tmp_path / "place"
     place.mkdir()

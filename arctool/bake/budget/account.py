@@ -32,7 +32,8 @@ class Tried:
 @dataclass(frozen=True)
 class Account:
     """`question`: SHA-256 of all that the answer depends on; `asked`: bits a weight; `chosen`: "mixed" or "uniform", the better one of the
-    two; `rung`: of the uniform bake; `text_sha256`: of the tokens that were read, some to measure and others to check."""
+    two; `rung`: of the uniform bake; `text_sha256`: of the tokens that were read, some to measure and others to check
+    (`checked_tokens`: 0 where both bakes are the same)."""
 
     algorithm: str
     question: str

@@ -33,7 +33,7 @@ from arctool.bake.budget.sensitivity import Check, Trial, measure
 from arctool.bake.calibration.stream import one_thread_per_call
 from arctool.bake.calibration.token_set import CalibrationSet
 from arctool.bake.choices import searched
-from arctool.bake.journal import HEADER, Journal
+from arctool.bake.journal import HEADER, Journal, beside
 from arctool.bake.pipeline import BakeResult, Progress, Status, bake, check_seed, interruptible
 from arctool.bake.place import check_free, made_before
 from arctool.bake.provenance import table_digest
@@ -140,7 +140,7 @@ class Budgeted:
             mixed=Tried(need.rate(names), _plain(found["mixed"])),
             text_sha256=text.digest,
             measured_tokens=sum(map(len, text.measured)),
-            checked_tokens=sum(map(len, text.checked)),
+            checked_tokens=sum(map(len, text.checked)) if names != need.uniform else 0,
             groups=tuple(
                 GroupSpent(group.keys, group.weights, effect, name) for group, effect, name in zip(need.groups, effects, names, strict=True)
             ),
@@ -204,11 +204,6 @@ def bake_to_budget(
             )
         kept.remove()
     return replace(result, resumed=outcome.resumed, seconds=time.monotonic() - began)
-
-
-def beside(output: Path) -> Path:
-    """The output whose journal keeps the uniform bake; no artifact is ever made there."""
-    return output.with_name(f"{output.name}.arctool-uniform")
 
 
 def hand_over(kept: Journal, journal: Journal) -> None:

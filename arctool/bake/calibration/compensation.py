@@ -36,7 +36,8 @@ class Change:
 def change(
     hessian: NDArray[np.float32], share: float, drift: NDArray[np.float32], lag: NDArray[np.float32] | None, pool: Executor
 ) -> Change | None:
-    """The change, with `share` of H's mean diagonal added to it (`hessian.damping`), for H = `hessian`, `drift` = E[(z − x) xᵀ] f32 [in, in] and `lag` = E[(r − s) xᵀ] f32 [hidden, in], which it overwrites.
+    """The change for H = `hessian`, to which `share` of its mean diagonal is added (`hessian.damping`), `drift` = E[(z − x) xᵀ] f32
+    [in, in] and `lag` = E[(r − s) xᵀ] f32 [hidden, in], which it overwrites.
 
     Solved in f64. None where the damped H has no factor or the result is not finite.
     """

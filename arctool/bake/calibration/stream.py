@@ -226,7 +226,8 @@ class Calibration:
         hessian = moments.mean()
         wanted = None
         if beside and moments.rows:
-            wanted = change(hessian, damping(len(hessian), moments.rows), moments.crossed(0), moments.crossed(1) if joins else None, self._pool)
+            share, lag = damping(len(hessian), moments.rows), moments.crossed(1) if joins else None
+            wanted = change(hessian, share, moments.crossed(0), lag, self._pool)
         return Measured(hessian, moments.rows, moments.dropped, wanted)
 
     def _keep(self, inputs: Inputs | None, batch: range, read: list[torch.Tensor]) -> Inputs:

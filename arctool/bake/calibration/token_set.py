@@ -25,6 +25,7 @@ from arctool.run.models.spec import Role
 from arctool.run.tokenizer import Tokenizer
 
 CALIB_TOKENS = 32768
+MOST_TOKENS = 1 << 24
 WINDOW = 1024
 SELF_SHARE = 8
 SELF_WEIGHTS = 1 << 30
@@ -60,6 +61,8 @@ def choose_calibration(checkpoint: Checkpoint, source: str = AUTO, tokens: int =
     """Read and encode the text. Raises UsageError or SourceError for text that cannot calibrate."""
     config = checkpoint.config
     window = min(WINDOW, config.max_position_embeddings)
+    if tokens > MOST_TOKENS:
+        raise UsageError(f"--calib-tokens: expected at most {MOST_TOKENS}, found {tokens}")
     if tokens < window // 4 and source == AUTO:
         raise UsageError(f"--calib-tokens: expected at least {window // 4}, found {tokens}")
     tokenizer = Tokenizer(checkpoint.assets, config.vocab_size)
@@ -70,7 +73,9 @@ def choose_calibration(checkpoint: Checkpoint, source: str = AUTO, tokens: int =
     bos = document_start(lambda text: tokenizer.encode(text, add_special_tokens=True))
     wanted = min(tokens, window) if count == 1 else (count - sampled) * window
     found = windows(texts, lambda text: tokenizer.encode(text, add_special_tokens=False), wanted, window, bos)
-    return CalibrationSet(source, found, sampled if found.ids.shape == (count - sampled, window) else 0)
+    # Where the mix runs out the model writes the same share of what there is.
+    share = min(sampled, len(found.ids) // (SELF_SHARE - 1)) if found.ids.shape[1] == window else 0
+    return CalibrationSet(source, found, share)
 
 
 def conversation(checkpoint: Checkpoint, tokenizer: Tokenizer) -> Callable[[Any], str] | None:

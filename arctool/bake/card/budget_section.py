@@ -14,6 +14,11 @@ NAMED = 4
 
 def budget(account: Account) -> str:
     """Which bakes were tried and what they gave, then what every rung got, from many bits to few."""
+    if not account.checked_tokens:
+        return (
+            f"## Budget\n\n{account.asked:g} bits a weight of the linear layers were asked for, {account.reached:.3f} were spent: uniform "
+            f"{code(account.rung)}, because no group of layers can be moved to another rung within so many bits."
+        )
     mixed = account.chosen == "mixed"
     tried = [
         (("**mixed**" if mixed else "mixed"), *_tried(account.mixed)),
@@ -35,7 +40,7 @@ def budget(account: Account) -> str:
             for name, groups in spent
             if groups
         ]
-        parts.append(table(("rung", "layers", "weights", "which, the costliest first"), rows))
+        parts.append(table(("rung", "layers", "of the weights that were allocated", "which, the costliest first"), rows))
     return "\n\n".join(parts)
 
 

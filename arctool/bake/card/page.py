@@ -7,59 +7,29 @@ written so that neither YAML nor Markdown nor HTML reads more in it than text. K
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import TypeVar
-
-import yaml
 
 from arctool.bake.budget.account import parse_account
 from arctool.bake.card.budget_section import budget
+from arctool.bake.card.front_matter import HUB_NAME, base_model, front_matter, licence
 from arctool.bake.card.markdown import code, plain, sentence, table
-from arctool.uqff.container import BakeInfo, LayerRecord, Quality
+from arctool.bake.card.subject import CardLayer, Subject
+from arctool.uqff.container import LayerRecord
 from arctool.uqff.discovery import RESIDUAL_NAME
-from arctool.uqff.inspect import Inspection
 from arctool.uqff.report import DENSE_LABELS, REPORT_NAME
 
 CARD_NAME = "README.md"
-
-TAGS = ("arctool", "uqff", "qtip", "quantized")
-
-HUB_NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]*)(?:@([\w./-]+))?", re.ASCII)
-"""A hub's repository, with or without a revision; a local directory's name has no slash."""
-
-LICENCE_ID = re.compile(r"[a-z0-9][a-z0-9.+-]*")
-"""What a hub takes for a licence's identifier; anything else is its `other`, with a name."""
 
 MOST_LISTED = 24
 """Layers of a list; the report has all."""
 
 MOST_RULES = 64
 
+UNIFORM = 0.9
+"""Of the linear layers, with one rung: what is less is called mixed."""
+
 Key = TypeVar("Key", bound=Hashable)
-
-
-@dataclass(frozen=True)
-class CardLayer:
-    """A stored layer. `rung`: what it got, a rung, a block type or bf16; `role`: what it is to the model, linear, embedding or head."""
-
-    record: LayerRecord
-    rung: str
-    role: str
-
-
-@dataclass(frozen=True)
-class Subject:
-    """All that a card tells of. `contents`: of the sealed artifact, without report and card; `quality`: what was measured, or why
-    nothing was; `licence_files`: names of those in the artifact; `arctool`: the version that baked."""
-
-    info: BakeInfo
-    layers: tuple[CardLayer, ...]
-    contents: Inspection
-    quality: Quality | str
-    licence_files: tuple[str, ...]
-    arctool: str
 
 
 def card(subject: Subject) -> str:
@@ -79,41 +49,6 @@ def card(subject: Subject) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def front_matter(subject: Subject) -> str:
-    """The fields that hubs read, as YAML between two lines of dashes."""
-    info = subject.info
-    fields: dict[str, object] = dict(licence_fields(subject))
-    name, _ = base_model(info)
-    if name is not None:
-        fields |= {"base_model": name, "base_model_relation": "quantized"}
-    fields |= {"library_name": "arctool", "pipeline_tag": "text-generation", "tags": list(TAGS)}
-    return f"---\n{yaml.safe_dump(fields, sort_keys=False, allow_unicode=True, width=10**9)}---"
-
-
-def licence_fields(subject: Subject) -> dict[str, str]:
-    """`license` and what it needs: an identifier as it is; else `other` with the source's own words, or `unknown`."""
-    info = subject.info
-    known = info.licence is not None and info.licence not in subject.licence_files and LICENCE_ID.fullmatch(info.licence) is not None
-    link = info.licence_link or next(iter(subject.licence_files), None)
-    name = info.licence_name
-    if not known and name is None and info.licence not in subject.licence_files:
-        name = info.licence
-    fields = {"license": info.licence if known else "unknown" if info.licence is None and link is None else "other"}
-    if name is not None:
-        fields["license_name"] = name
-    if link is not None and (not known or info.licence == "other"):
-        fields["license_link"] = link
-    return {key: plain(value) for key, value in fields.items() if value is not None}
-
-
-def base_model(info: BakeInfo) -> tuple[str | None, str | None]:
-    """(what the artifact was made from, the revision if that is a hub's repository and one was named)."""
-    if info.base_model is None:
-        return None, None
-    found = HUB_NAME.fullmatch(info.base_model)
-    return (plain(info.base_model), None) if found is None else (found.group(1), found.group(2))
-
-
 def overview(subject: Subject) -> str:
     """The title, one sentence, and the facts of the artifact."""
     info, totals = subject.info, subject.contents.totals
@@ -121,10 +56,12 @@ def overview(subject: Subject) -> str:
     shown = "a model without a name" if name is None else code(name)
     linked = f"[{shown}](https://huggingface.co/{name})" if name is not None and HUB_NAME.fullmatch(name) else shown
     linear = bits(subject, lambda layer: layer.role == "linear")
+    rungs = [layer.rung for layer in subject.layers if layer.role == "linear"]
+    mixed = rungs.count(info.rung) < UNIFORM * len(rungs)
     rows = [
         ("source", shown + ("" if revision is None else f" at revision {code(revision)}")),
         ("fingerprint of the source", "unknown" if info.fingerprint is None else code(info.fingerprint)),
-        ("rung", code(info.rung)),
+        ("rung", f"{len(set(rungs))} of them, {code(info.rung)} where nothing else is said" if mixed else code(info.rung)),
         ("bits a weight", f"{linear} in linear layers, {totals.bits_per_weight:.3f} in all"),
         ("weights", f"{totals.parameters:,}"),
         ("on the disk", f"{totals.nbytes / 1e6:,.1f} MB"),
@@ -132,7 +69,7 @@ def overview(subject: Subject) -> str:
         ("made by", f"arctool {plain(subject.arctool)}, algorithm {code(info.algorithm or 'unknown')}, seed {info.seed}"),
     ]
     return (
-        f"# {shown} at {code(info.rung)}\n\n"
+        f"# {shown} at {f'{linear} bits a weight' if mixed else code(info.rung)}\n\n"
         f"{linked} with its weights quantised by `arctool bake`: an artifact in UQFF, the container that mistral.rs uses. This page was "
         f"written by the bake and tells what it did and measured; what the model is and was made for, its source's own page tells.\n\n"
         + table(("", ""), rows)
@@ -150,7 +87,9 @@ def recipe(subject: Subject) -> str:
     lines = [f"- default of the linear layers: {code(str(found.get('default', subject.info.rung)))}"]
     lines += [f"- embedding and head: {code(str(found['vocabulary']))}"] if "vocabulary" in found else []
     lines += [f"- where a width does not fit: {code(str(found['fallback']))}"] if "fallback" in found else []
-    rules = [rule for rule in found.get("rules", []) if isinstance(rule, dict)]
+    # Layer by layer, the section on the budget has what the budget decided.
+    decided = {layer for group in (subject.info.budget or {}).get("groups", []) for layer in group["layers"]}
+    rules = [rule for rule in found.get("rules", []) if isinstance(rule, dict) and rule.get("match") not in decided]
     lines += [f"- {rule_line(rule)}" for rule in rules[:MOST_RULES]]
     lines += [f"- and {len(rules) - MOST_RULES} rules more: `{REPORT_NAME}` has all"] if len(rules) > MOST_RULES else []
     heads = ("part", "rung", "stored as", "layers", "weights", "bits a weight")
@@ -276,7 +215,6 @@ DIRECTORY is where these files lie, SOURCE the checkpoint that they were made fr
 
 ```
 arctool run DIRECTORY                      # chat in the terminal
-arctool serve DIRECTORY                    # an OpenAI-compatible server, in versions that have one
 arctool verify DIRECTORY                   # every file, every layer, every decoder, bit by bit
 arctool verify DIRECTORY --source SOURCE   # and the error of every layer
 arctool inspect DIRECTORY                  # what is inside
@@ -289,24 +227,6 @@ print(arctool.LLM("DIRECTORY").chat([{"role": "user", "content": "What is a code
 ```
 
 mistral.rs reads the container and those layers that it has a format for; trellis layers it refuses by name."""
-
-
-def licence(subject: Subject) -> str:
-    """Whose terms hold, and where they are."""
-    info, files = subject.info, subject.licence_files
-    if info.licence in files:
-        said = "Its card names none, it comes with a file."
-    elif info.licence is None:
-        said = "It declares none that arctool could read."
-    else:
-        said = f"It is {code(info.licence)} there."
-    said += "" if info.licence_name is None else f" Its name: {code(info.licence_name)}."
-    said += "" if info.licence_link is None else f" Its terms: {code(info.licence_link)}."
-    said += f" Copied from the source, unchanged: {', '.join(map(code, files))}." if files else ""
-    return (
-        f"## Licence\n\nThe weights are made from the source's, whose licence holds for them as well. {said} The source's own page may ask "
-        "for more, such as naming its authors or refraining from some uses: read it before you pass this on."
-    )
 
 
 def bits(subject: Subject, which: Callable[[CardLayer], bool]) -> str:

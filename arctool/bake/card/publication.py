@@ -9,7 +9,8 @@ from collections.abc import Iterable
 
 import arctool
 from arctool.bake.card.measurement import Say, measure
-from arctool.bake.card.page import CARD_NAME, CardLayer, Subject, card
+from arctool.bake.card.page import CARD_NAME, card
+from arctool.bake.card.subject import CardLayer, Subject
 from arctool.bake.plan import Task
 from arctool.bake.source.checkpoint import Checkpoint
 from arctool.bake.source.terms import LICENCE_FILE
