@@ -22,7 +22,8 @@ class Search:
     """What is searched and how. `values`: f32 [2^l, v]; `metrics`: D f32 [steps, v, v]; `unit`: M f32 [n, n].
 
     `commit`: columns that are decided together; `delay`: columns that a decision waits for; `exact`: whether the whole of D_t counts or
-    its first entry alone; `margin`: how far behind the best a survivor may fall, in units of that entry, None for any.
+    its first entry alone; `margin`: how far behind the best a survivor may fall, in units of
+    the largest such entry of this step and the next l/k, None for any.
     """
 
     geometry: Geometry
@@ -118,7 +119,8 @@ def search_row(given: Search, row: Floats) -> NDArray[np.int64]:
         history = np.concatenate([history[left[chosen]], chosen[:, None]], axis=1)
         errors = np.concatenate([errors[left[chosen]], row[t * v : t * v + v] - given.values[chosen]], axis=1)
         if given.margin is not None:
-            cost[cost > cost.min() + F32(given.margin) * given.metrics[t, 0, 0]] = np.inf
+            heaviest = given.metrics[t : t + 1 + given.geometry.l // given.geometry.k, 0, 0].max()
+            cost[cost > cost.min() + F32(given.margin) * heaviest] = np.inf
         columns = (t + 1) * v
         if columns % given.commit == 0 and given.delay < columns < len(row):
             decided = history[:, : (columns - given.delay) // v]

@@ -95,3 +95,4 @@ def test_any_number_of_threads_gives_the_same_bits() -> None:
 )
 def test_a_mean_over_few_rows_is_damped_by_as_much_as_it_is_uncertain(columns: int, rows: int, share: float) -> None:
     assert damping(columns, rows) == share
+    assert damping(columns, rows, 0.0) == 0.01

@@ -29,9 +29,9 @@ SHRINKAGE = 0.5
 """Times columns / rows is the damping where that is more: a mean over few rows is itself uncertain by so much."""
 
 
-def damping(columns: int, rows: int) -> float:
+def damping(columns: int, rows: int, shrinkage: float = SHRINKAGE) -> float:
     """What share of its mean diagonal is to be added to an H f32 [columns, columns] that is the mean over `rows` rows."""
-    return min(MOST_DAMPING, max(LEAST_DAMPING, SHRINKAGE * columns / rows))
+    return min(MOST_DAMPING, max(LEAST_DAMPING, shrinkage * columns / rows))
 
 
 class Moments:

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from arctool.bake.calibration.compensation import Change, change
+from arctool.bake.calibration.compensation import COMPENSATION_SHRINKAGE, Change, change
 from arctool.bake.calibration.hessian import Moments, damping
 from arctool.errors import SourceError
 from arctool.kernels.registry import TokenClass, default_registry
@@ -226,7 +226,7 @@ class Calibration:
         hessian = moments.mean()
         wanted = None
         if beside and moments.rows:
-            share, lag = damping(len(hessian), moments.rows), moments.crossed(1) if joins else None
+            share, lag = damping(len(hessian), moments.rows, COMPENSATION_SHRINKAGE), moments.crossed(1) if joins else None
             wanted = change(hessian, share, moments.crossed(0), lag, self._pool)
         return Measured(hessian, moments.rows, moments.dropped, wanted)
 

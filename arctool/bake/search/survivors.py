@@ -40,7 +40,8 @@ ALIVE = np.float32(1e29)
 
 MARGIN = 4.0
 """Where a row has more than CROWD survivors, one that lies behind the best by more than this many times the rate's least error of a
-step is dropped: its feedback is not worth the memory traffic. At K4V2L16 these are 84 of 100, for 0.5 % of the error."""
+step is dropped: its feedback is not worth the memory traffic. At K4V2L16 these are 84 of 100, for 0.5 % of the error. The step is
+the heaviest of those that the trellis remembers, from this one on: before a heavy step a survivor that is behind may still win."""
 
 CROWD = 2048
 
@@ -136,6 +137,7 @@ def feedback_kernel(geometry: Geometry, rows: int, delay: int) -> Any:
     width = block_width(k, l)
     plane = width if nodes > symbols else 1
     exact = int(exact_metric(geometry))
+    memory = l // k
     pair = 2 if rows % 2 == 0 else 1
     block_steps, waiting = BLOCK // v, delay // BLOCK
     ring, kept_blocks = block_steps * (waiting + 2), max(1, waiting)
@@ -250,12 +252,16 @@ def feedback_kernel(geometry: Geometry, rows: int, delay: int) -> Any:
             if exact:
                 weigh(table, metrics[t], half)
             weight = np.float32(1.0) if exact else metrics[t, 0, 0]
+            slack = weight
+            if not exact:
+                for u in range(t + 1, min(steps, t + 1 + memory)):
+                    slack = max(slack, metrics[u, 0, 0])
             for first in range(0, rows, pair):
                 select_survivors(half, table, weight, front[first:], best[first:], chosen[first:], k, v, l, pair)
             done = t + 1
             for r in range(rows):
                 least[r] = least_of(best[r], nodes)
-                counts[r] = survive(best[r], min(ALIVE, least[r] + margin * weight), living[r])
+                counts[r] = survive(best[r], min(ALIVE, least[r] + margin * slack), living[r])
                 hand_over(counts[r], living[r], chosen[r], records, table, weights[r], near, slots[now, r], slots[1 - now, r],
                           trails[now, r], trails[1 - now, r], origin[now, r], origin[1 - now, r], symbol_ring[r, t % ring],
                           t * v, t * v % BLOCK, k, v, l, reach)  # fmt: skip
