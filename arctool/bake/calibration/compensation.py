@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 SHARE = 0.5
 """How much of the way to V is gone; see docs/calibration.md for the curve."""
 
-COMPENSATION_SHRINKAGE = 2.0
+COMPENSATION_SHRINKAGE = 6.0
 """That of `hessian.damping`: what is fitted to the drift holds for other text only as far as many rows agree on it."""
 
 STRIPE = 256
