@@ -13,6 +13,9 @@ from typing import Any
 import pytest
 from locations import ROOT
 
+from arctool.bake.budget.bake import ALGORITHM
+from arctool.bake.provenance import FEEDBACK, ROUNDING
+
 PACKAGE = ROOT / "arctool"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
@@ -155,3 +158,9 @@ def test_the_measured_tables_of_the_readme_are_what_was_measured() -> None:
     assert (QUALITY in dict(tables)) == (ROOT / QUALITY).exists()
     for place, table in tables:
         assert differences(table, json.loads((ROOT / place).read_text())["rows"]) == [], place
+
+
+def test_the_quality_study_is_of_the_algorithms_that_this_code_has() -> None:
+    """Whoever changes what a bake gives names it anew (`bake/provenance.py`, `bake/budget/bake.py`) and measures again."""
+    settings = json.loads((ROOT / QUALITY).read_text())["settings"]
+    assert settings["algorithms"] == [ROUNDING, FEEDBACK, ALGORITHM]
