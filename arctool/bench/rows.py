@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,7 +21,7 @@ from arctool.bake.budget.bake import bake_to_budget
 from arctool.bake.calibration.token_set import CalibrationSet
 from arctool.bake.pipeline import bake, bake_in_memory
 from arctool.bake.recipe import Recipe
-from arctool.bake.search.ldlq import Method
+from arctool.bake.search.ldlq import METHOD, Method
 from arctool.bake.source.checkpoint import Checkpoint
 from arctool.bench import llama_cpp
 from arctool.bench.importance import importance
@@ -39,13 +39,15 @@ Result = TypeVar("Result")
 
 SEED = 0
 LADDER_RUNG = "qtip2-v4"
+PLAIN = Method(share=0.0, gains=(1.0,), refit=False, quantised_prefix=False, shrinkage=False)
 LADDER: Mapping[str, Method] = {
-    "feedback between blocks": Method(share=0.0, gains=(1.0,), refit=False, blocks=True, quantised_prefix=False),
-    "feedback in every survivor": Method(share=0.0, gains=(1.0,), refit=False, quantised_prefix=False),
-    "scales under the true loss": Method(share=0.0, quantised_prefix=False),
-    "quantised prefix": Method(share=0.0),
+    "feedback between blocks": replace(PLAIN, blocks=True),
+    "feedback in every survivor": PLAIN,
+    "scales under the true loss": replace(PLAIN, gains=METHOD.gains, refit=True),
+    "quantised prefix": Method(share=0.0, shrinkage=False),
+    "drift made good": Method(shrinkage=False),
 }
-"""From rounding to the whole method, each step with one part more; what the last one lacks is making good the drift before a layer."""
+"""From rounding to the whole method, each step with one part more; what the last one lacks is damping by the number of rows."""
 
 RATES = ("qtip2.25-v4", "qtip3", "qtip4")
 SLOW_RATES = ("qtip2",)

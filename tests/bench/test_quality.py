@@ -113,7 +113,7 @@ def test_each_step_of_the_ladder_is_another_model_and_has_one_part_more(tiny_lla
     assert len({row.linear_bits for row in found.rows}) == 1
     steps: list[Method] = [*LADDER.values(), METHOD]
     changed = [{f.name for f in fields(Method) if getattr(a, f.name) != getattr(b, f.name)} for a, b in pairwise(steps)]
-    assert changed == [{"blocks"}, {"gains", "refit"}, {"quantised_prefix"}, {"share"}]
+    assert changed == [{"blocks"}, {"gains", "refit"}, {"quantised_prefix"}, {"share"}, {"shrinkage"}]
 
 
 def test_a_baked_row_is_calibrated_with_the_text_that_was_asked_for(tiny_llama: Path, tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from arctool.bake.calibration.compensation import compensated
-from arctool.bake.calibration.hessian import damping
+from arctool.bake.calibration.compensation import COMPENSATION_SHRINKAGE, compensated
+from arctool.bake.calibration.hessian import LEAST_DAMPING, damping
 from arctool.bake.calibration.stream import Calibration, LiveLinear, Measured, Stage
 from arctool.bake.choices import searched
 from arctool.bake.direct import store_directly
@@ -76,7 +76,7 @@ class Bench:
             else:
                 target = None if seen.change is None else compensated(weight, seen.change, self.pool, self.method.share)
                 usable = target is not None and bool(np.isfinite(target).all())
-                share = damping(weight.shape[1], seen.rows)
+                share = damping(weight.shape[1], seen.rows) if self.method.shrinkage else LEAST_DAMPING
                 layer = feed_layer(
                     weight, seen.hessian, spec.key, tools, rotation, self.pool, self.method, target if usable else None, share
                 )
@@ -105,7 +105,8 @@ class CalibratedLayers:
             t.spec.key: store_directly(bench.checkpoint, t.spec, t.choice.rung).weight.dense() for t in tasks_of(self._tasks, Role.NORM)
         }
         scratch = None if bench.journal is None else bench.journal.directory
-        self._calibration = Calibration(bench.checkpoint.config, norms, embedding, ids, bench.pool, scratch)
+        shrinkage = COMPENSATION_SHRINKAGE if bench.method.shrinkage else 0.0
+        self._calibration = Calibration(bench.checkpoint.config, norms, embedding, ids, bench.pool, scratch, shrinkage)
         truth = bench.method.quantised_prefix and bench.method.share > 0
         source = bench.checkpoint.weight(EMBEDDING_KEY)
         self._truth = Calibration(bench.checkpoint.config, norms, source, ids, bench.pool, scratch) if truth else None

@@ -143,8 +143,10 @@ class Calibration:
         ids: NDArray[np.int32],
         pool: Executor,
         scratch: Path | None = None,
+        shrinkage: float = COMPENSATION_SHRINKAGE,
     ) -> None:
-        """`norms`: gains by key; `embedding`: as it will be stored; `ids`: i32 [windows, tokens]; `scratch`: a directory for large states.
+        """`norms`: gains by key; `embedding`: as it will be stored; `ids`: i32 [windows, tokens]; `scratch`: a directory for large states;
+        `shrinkage`: that of the compensation's damping.
 
         Raises SourceError for a token that the model does not have.
         """
@@ -154,6 +156,7 @@ class Calibration:
                 f"calibration: token {wrong[0]} is not among the model's {config.vocab_size}; the tokenizer is another model's"
             )
         parts = _Parts(config, norms, embedding)
+        self._shrinkage = shrinkage
         self.config, self.ids, self._pool, self._scratch = config, ids, pool, scratch
         self._model: CausalLM = architecture(config.architecture, "config.json").build(config, parts)
         self._linears = parts.linears
@@ -226,7 +229,7 @@ class Calibration:
         hessian = moments.mean()
         wanted = None
         if beside and moments.rows:
-            share, lag = damping(len(hessian), moments.rows, COMPENSATION_SHRINKAGE), moments.crossed(1) if joins else None
+            share, lag = damping(len(hessian), moments.rows, self._shrinkage), moments.crossed(1) if joins else None
             wanted = change(hessian, share, moments.crossed(0), lag, self._pool)
         return Measured(hessian, moments.rows, moments.dropped, wanted)
 

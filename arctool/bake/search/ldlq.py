@@ -53,7 +53,8 @@ class Method:
 
     `share`: how much of the drift before a layer it makes good (`compensation`); `gains`: `GAIN_FACTORS`; `refit`: whether a row's scale
     is fitted to its values under H; `blocks`: feedback only from whole blocks of BLOCK columns to later ones, as LDLQ was published;
-    `quantised_prefix`: whether inputs come through layers as they will be stored.
+    `quantised_prefix`: whether inputs come through layers as they will be stored; `shrinkage`: whether H is damped more the fewer rows it
+    is the mean of, or always by LEAST_DAMPING.
     """
 
     share: float = SHARE
@@ -61,6 +62,7 @@ class Method:
     refit: bool = True
     blocks: bool = False
     quantised_prefix: bool = True
+    shrinkage: bool = True
 
 
 METHOD = Method()
