@@ -24,7 +24,7 @@ def storage_errors(path: Path, action: str) -> Iterator[None]:
 
 
 def _free(path: Path, action: str, error: OSError) -> str:
-    if action.startswith("read") or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO):
+    if action.startswith("read") or error.errno in (errno.ENOENT, errno.ENOTDIR):
         return ""
     for place in (path, *path.parents):
         try:

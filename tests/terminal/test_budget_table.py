@@ -28,7 +28,7 @@ def text(account: Account) -> list[str]:
 def test_a_mixed_bake_shows_what_it_gained_and_a_row_for_every_rung() -> None:
     first, head, *rows = text(ACCOUNT)
     assert first == (
-        "budget: 2.5 bits a weight asked, 2.499 reached; mean KL 0.5123 at 2.499 bits on text not used to decide, "
+        "budget: 2.5 bits a weight asked, 2.499 reached; mean KL 0.5123 at 2.499 bits on text that the allocation did not see, "
         "uniform qtip2-v4 1.25 at 2.050 bits"
     )
     assert head.split() == ["rung", "layers", "weights", "which"]
