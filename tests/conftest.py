@@ -11,12 +11,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 from locations import FIXTURES, ROOT, load_script
 
 # Before torch is imported: on two cores the default threading is ten times slower than one thread for tiny tensors.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+# How long an example takes says how busy the machine is, not whether the code is right.
+settings.register_profile("house", deadline=None)
+settings.load_profile("house")
 
 TINY_NAMES = ("llama", "qwen2", "qwen3", "mistral")
 

@@ -39,7 +39,7 @@ def every_stream(geometry: Geometry, steps: int) -> NDArray[np.int32]:
     ],
     ids=lambda value: getattr(value, "name", value),
 )
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(seed=st.integers(0, 2**32 - 1))
 def test_the_search_finds_the_least_cost_of_all_streams_exactly(geometry: Geometry, steps: int, seed: int) -> None:
     """Small integers for values and targets make every sum exact in f32, so the comparison needs no tolerance."""

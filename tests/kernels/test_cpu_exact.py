@@ -48,7 +48,7 @@ def test_decoding_is_exact_at_every_width_from_one_step_up(rung: Rung, registry:
 
 
 @pytest.mark.parametrize("rung", RUNG_LIST, ids=lambda r: r.name)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_decoding_is_exact_on_any_stream(rung: Rung, data: st.DataObject) -> None:
     steps = data.draw(st.integers(1, 70))

@@ -63,7 +63,7 @@ def test_decoding_is_exact_at_any_size(rows: int, in_features: int, registry: Re
     np.testing.assert_array_equal(registry.decode(tensor).view(np.uint32), tensor.decode().view(np.uint32))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_decoding_is_exact_on_any_bytes(data: st.DataObject) -> None:
     count = data.draw(st.integers(1, 5))

@@ -64,7 +64,7 @@ MAGNITUDE = st.integers(-22, 22).map(lambda power: np.float32(2.0**power))
 """Of ordinary and of extreme weights: at 2^-22 most scales vanish in f16, at 2^22 the largest is just below overflow."""
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     weights=arrays(np.float32, st.tuples(st.integers(1, 3), st.sampled_from([32, 96])), elements=st.floats(-1, 1, width=32)),
     magnitude=MAGNITUDE,

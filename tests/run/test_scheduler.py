@@ -86,7 +86,7 @@ def test_a_request_that_can_never_fit_is_refused_at_the_door() -> None:
 requests = st.lists(st.tuples(st.integers(0, 6), st.integers(1, 40), st.integers(1, 24), st.integers(0, 30)), min_size=1, max_size=12)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(requests)
 def test_every_request_is_served_in_bounded_time_and_every_block_comes_back(
     arrivals: list[tuple[int, int, int, int]],
