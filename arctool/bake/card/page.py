@@ -215,6 +215,7 @@ DIRECTORY is where these files lie, SOURCE the checkpoint that they were made fr
 
 ```
 arctool run DIRECTORY                      # chat in the terminal
+arctool serve DIRECTORY                    # an OpenAI-compatible server, in versions that have one
 arctool verify DIRECTORY                   # every file, every layer, every decoder, bit by bit
 arctool verify DIRECTORY --source SOURCE   # and the error of every layer
 arctool inspect DIRECTORY                  # what is inside
