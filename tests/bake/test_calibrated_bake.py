@@ -14,14 +14,16 @@ from safetensors.numpy import load_file, save_file
 
 from arctool.bake import pipeline
 from arctool.bake.calibration.text import Windows
-from arctool.bake.calibration.token_set import CalibrationSet
+from arctool.bake.calibration.token_set import CalibrationSet, choose_calibration
 from arctool.bake.pipeline import BakeResult, LayerDone, MemoryModel, bake, bake_in_memory
 from arctool.bake.recipe import Recipe, Rule
-from arctool.bake.search.ldlq import Method
+from arctool.bake.search.ldlq import METHOD, Method
 from arctool.bake.source.checkpoint import open_checkpoint
 from arctool.errors import InterruptedByUser, SourceError
 from arctool.kernels.registry import default_registry
+from arctool.run.divergence import compare
 from arctool.run.evaluate import logits
+from arctool.run.tokenizer import Tokenizer
 from arctool.run.weights import WeightSource, load_model
 from arctool.uqff.container import LayerDetails, open_artifact
 
@@ -261,6 +263,26 @@ def test_calibration_brings_the_model_nearer_to_its_source(correlated: Path) -> 
         mended = error(bake_in_memory(checkpoint, recipe, calibration=chosen))
     assert fed < 0.3 * rounded
     assert mended < 0.95 * fed
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_even_a_few_dozen_tokens_do_no_harm(name: str, tiny_checkpoints: dict[str, Path], heldout_text: str, tmp_path: Path) -> None:
+    """With H damped as if it were a mean over many rows, 75 tokens were worse than none at all."""
+    (tmp_path / "short.txt").write_text(heldout_text[:150])
+    recipe = Recipe.uniform("qtip2-v4")
+    with open_checkpoint(str(tiny_checkpoints[name])) as checkpoint:
+        tokens = Tokenizer(checkpoint.assets, checkpoint.config.vocab_size).encode(heldout_text[2000:6000], add_special_tokens=False)
+        texts = [tuple(tokens[at : at + 256]) for at in range(0, 1024, 256)]
+        chosen = choose_calibration(checkpoint, str(tmp_path / "short.txt"))
+        assert 50 < chosen.tokens < 100
+        source = load_model(checkpoint, default_registry())
+
+        def divergence(calibration: CalibrationSet | None, method: Method = METHOD) -> float:
+            made = bake_in_memory(checkpoint, recipe, calibration=calibration, method=method)
+            return compare(source, load_model(made, default_registry()), texts).kl
+
+        rounded, calibrated, trusting = divergence(None), divergence(chosen), divergence(chosen, Method(shrinkage=False))
+    assert calibrated < rounded < trusting
 
 
 @pytest.mark.filterwarnings("error")
