@@ -54,7 +54,7 @@ def test_the_wheel_holds_the_package_and_its_tables_and_nothing_else(wheel: Path
 
 def test_the_wheel_holds_the_texts_that_it_calibrates_and_measures_with(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
-        for name in ("bake/texts/calibration.txt", "run/texts/evaluation.txt", "run/texts/validation.txt"):
+        for name in ("bake/calibration/texts/calibration.txt", "run/texts/evaluation.txt", "run/texts/validation.txt"):
             assert archive.read(f"arctool/{name}") == (ROOT / "arctool" / name).read_bytes()
             assert f"`{Path(name).name}`" in archive.read(f"arctool/{Path(name).parent}/README.md").decode()
 

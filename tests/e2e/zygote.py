@@ -46,7 +46,12 @@ class Child:
 
     def wait(self) -> Outcome:
         code = self._zygote.ask({"wait": self.pid})["code"]
-        return Outcome(code, *((self._folder / name).read_text(errors="backslashreplace") for name in ("stdout", "stderr")))
+        return Outcome(code, self._said("stdout"), self._said("stderr"))
+
+    def _said(self, name: str) -> str:
+        """What the child wrote; one that was killed before it could open its files wrote nothing."""
+        path = self._folder / name
+        return path.read_text(errors="backslashreplace") if path.exists() else ""
 
 
 class Zygote:
