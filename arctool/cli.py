@@ -91,7 +91,7 @@ def bake(
     arctool bake HuggingFaceTB/SmolLM2-135M-Instruct --bpw 2.5
     """
     from arctool.api import bake_model
-    from arctool.bake.budget.account import parse_account
+    from arctool.bake.account import parse_account
     from arctool.terminal import budget, progress, sources, tables
     from arctool.uqff.inspect import inspect as look
 

@@ -34,6 +34,15 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
 }
 """Room → the rooms that it stands on. `arctool/__init__.py` is the public door: it names what the rooms offer."""
 
+BAKE_ROOMS: dict[str, frozenset[str]] = {
+    "source": frozenset(),
+    "calibration": frozenset({"source"}),
+    "search": frozenset({"calibration"}),
+    "card": frozenset({"source", "calibration"}),
+    "budget": frozenset({"source", "calibration", "search"}),
+}
+"""Inside `bake/`: which of its rooms stand on which; the files beside them join them."""
+
 LONGEST = 450
 LONGEST_TEST = 600
 
@@ -73,6 +82,15 @@ def test_no_import_runs_upwards(path: Path) -> None:
     room = room_of(path)
     upward = imported_rooms(path.read_text()) - MAY_IMPORT[room] - {room}
     assert not upward, f"{room} may not import {', '.join(sorted(upward))}"
+
+
+@pytest.mark.parametrize("room", list(BAKE_ROOMS))
+def test_the_rooms_of_bake_stand_on_each_other_one_way(room: str) -> None:
+    found: set[str] = set()
+    for path in (PACKAGE / "bake" / room).glob("*.py"):
+        found |= set(re.findall(r"(?:from|import) arctool\.bake\.([a-z_]+)[. ]", path.read_text())) & set(BAKE_ROOMS)
+    assert found - {room} == BAKE_ROOMS[room]
+    assert {path.name for path in (PACKAGE / "bake").iterdir() if (path / "__init__.py").exists()} == set(BAKE_ROOMS)
 
 
 @pytest.mark.parametrize("path", sorted([*FILES, *(ROOT / "tests").rglob("*.py"), *(ROOT / "fixtures").rglob("*.py")]), ids=str)

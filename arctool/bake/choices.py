@@ -17,6 +17,17 @@ KEEP = "bf16"
 
 CHOICES: tuple[str, ...] = (*RUNGS, *GGML_TYPES, KEEP)
 
+LADDER: dict[str, float] = {
+    "qtip2-v4": 0.0752,
+    "qtip2.25-v4": 0.0554,
+    "qtip3": 0.0181,
+    "qtip4": 0.0047,
+    "q8_0": 2.9e-5,
+    "bf16": 2.8e-6,
+}
+"""The choices of a budgeted bake, from few bits to many → error over variance of Gaussian weights (README; of the last two measured on
+rows of 4096). A rate has one choice: the fast one of its rungs, or the same budget would have two answers of nearly the same worth."""
+
 
 def searched(name: str) -> bool:
     """Whether the choice is a trellis rung: what a search makes, a journal keeps and a table stands behind."""

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from arctool.bake.calibration.calibrated import Bench, CalibratedLayers, Found, disk_bytes
+from arctool.bake.calibrated import Bench, CalibratedLayers, Found, disk_bytes
 from arctool.bake.calibration.stream import one_thread_per_call
 from arctool.bake.calibration.token_set import CalibrationSet, sample_windows
 from arctool.bake.card.measurement import plan_measurement

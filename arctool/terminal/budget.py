@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from rich.console import Group, RenderableType
 from rich.table import Column, Table
 
-from arctool.bake.budget.account import Account, GroupSpent, Tried
-from arctool.bake.budget.allocation import LADDER
+from arctool.bake.account import Account, GroupSpent, Tried
+from arctool.bake.choices import LADDER
 from arctool.terminal.tables import plain
 
 NAMED = 6

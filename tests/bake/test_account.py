@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from arctool.bake.budget.account import Account, GroupSpent, Tried, parse_account
+from arctool.bake.account import Account, GroupSpent, Tried, parse_account
 from arctool.errors import FormatError
 
 ACCOUNT = Account(

@@ -14,7 +14,6 @@ from locations import ROOT
 
 from arctool.bake.budget.allocation import (
     FLOOR_SHARE,
-    LADDER,
     Group,
     allocate,
     floored,
@@ -24,7 +23,7 @@ from arctool.bake.budget.allocation import (
     uniform_bits,
     uniform_rung,
 )
-from arctool.bake.choices import CHOICES, stored_bits
+from arctool.bake.choices import CHOICES, LADDER, stored_bits
 from arctool.bake.pipeline import bake_in_memory
 from arctool.bake.recipe import Recipe, Rule
 from arctool.bake.source.checkpoint import open_checkpoint

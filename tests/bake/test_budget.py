@@ -13,13 +13,13 @@ import pytest
 from safetensors.numpy import load_file, save_file
 from small_text import SMALL
 
+from arctool.bake import calibrated
+from arctool.bake.account import Account, parse_account
 from arctool.bake.budget import bake as budget
-from arctool.bake.budget.account import Account, parse_account
-from arctool.bake.budget.allocation import LADDER
 from arctool.bake.budget.bake import bake_to_budget
 from arctool.bake.budget.sensitivity import Check
-from arctool.bake.calibration import calibrated
 from arctool.bake.calibration.token_set import CalibrationSet, choose_calibration
+from arctool.bake.choices import LADDER
 from arctool.bake.pipeline import BakeResult, bake
 from arctool.bake.recipe import Recipe, RecipeFile, Rule
 from arctool.bake.source.checkpoint import Checkpoint, open_checkpoint

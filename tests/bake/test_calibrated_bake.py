@@ -33,7 +33,7 @@ HEAD = Recipe("qtip2-v4", (Rule("test", "qtip4", "lm_head"),))
 
 
 def windows(ids: np.ndarray = IDS, sampled: int = 0) -> CalibrationSet:
-    return CalibrationSet("a text", Windows(ids, ids.size, ()), sampled)
+    return CalibrationSet("a text", Windows(ids, ()), sampled)
 
 
 CHOSEN = windows()

@@ -100,7 +100,7 @@ def test_messages_are_rendered_by_the_models_template(copy_checkpoint: Callable[
 
 
 def test_what_the_model_writes_depends_on_the_seed_alone(llama: Checkpoint) -> None:
-    chosen = CalibrationSet("auto", Windows(np.zeros((1, 40), np.int32), 40, ()), 2)
+    chosen = CalibrationSet("auto", Windows(np.zeros((1, 40), np.int32), ()), 2)
     one, again, other = (sample_windows(llama, chosen, seed, None) for seed in (5, 5, 6))
     assert (one.shape, one.dtype) == ((2, 40), np.int32)
     assert one.min() >= 0

@@ -11,7 +11,7 @@ import yaml
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
-from arctool.bake.budget.account import Account, GroupSpent, Tried
+from arctool.bake.account import Account, GroupSpent, Tried
 from arctool.bake.card.markdown import code, sentence, table
 from arctool.bake.card.page import card
 from arctool.bake.card.subject import CardLayer, Subject

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from arctool.bake.budget.allocation import LADDER
 from arctool.bake.budget.need import Need, check_bpw
+from arctool.bake.choices import LADDER
 from arctool.bake.recipe import RecipeFile, Rule, read_recipe
 from arctool.errors import UsageError
 from arctool.run.models.spec import Role, TensorSpec

@@ -12,10 +12,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from arctool.bake import pipeline, place, provenance
-from arctool.bake.calibration import calibrated
+from arctool.bake import calibrated, pipeline, place, provenance
+from arctool.bake.calibrated import disk_bytes
 from arctool.bake.calibration import stream as calibration
-from arctool.bake.calibration.calibrated import disk_bytes
 from arctool.bake.calibration.token_set import choose_calibration
 from arctool.bake.pipeline import BakeResult, bake
 from arctool.bake.place import check_room, peak_bytes

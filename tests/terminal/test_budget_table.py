@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from rich.console import Console
 
-from arctool.bake.budget.account import Account, GroupSpent, Tried
+from arctool.bake.account import Account, GroupSpent, Tried
 from arctool.terminal.budget import spent
 
 GROUPS = (

@@ -14,19 +14,8 @@ from statistics import median
 import numpy as np
 from numpy.typing import NDArray
 
-from arctool.bake.choices import misfit, stored_bits
+from arctool.bake.choices import LADDER, misfit, stored_bits
 from arctool.run.models.spec import TensorSpec
-
-LADDER: dict[str, float] = {
-    "qtip2-v4": 0.0752,
-    "qtip2.25-v4": 0.0554,
-    "qtip3": 0.0181,
-    "qtip4": 0.0047,
-    "q8_0": 2.9e-5,
-    "bf16": 2.8e-6,
-}
-"""The choices of a budgeted bake, from few bits to many → error over variance of Gaussian weights (README; of the last two measured on
-rows of 4096). A rate has one choice: the fast one of its rungs, or the same budget would have two answers of nearly the same worth."""
 
 TOGETHER = (frozenset({"q_proj", "k_proj"}), frozenset({"gate_proj", "up_proj"}))
 """Layers of one input whose outputs meet in a product, so that an error of either spoils the same numbers: measured as one, unless ..."""

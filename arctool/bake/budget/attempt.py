@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from arctool.bake.calibration.calibrated import Bench
+from arctool.bake.calibrated import Bench
 from arctool.bake.calibration.token_set import CalibrationSet
 from arctool.bake.choices import searched
 from arctool.bake.direct import store_directly

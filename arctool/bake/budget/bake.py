@@ -24,15 +24,14 @@ from pathlib import Path
 
 import numpy as np
 
-from arctool.bake.budget.account import Account, GroupSpent, Tried
-from arctool.bake.budget.allocation import LADDER
+from arctool.bake.account import Account, GroupSpent, Tried
 from arctool.bake.budget.attempt import Attempt, KeptModel
 from arctool.bake.budget.held_out import HeldOut, held_out
 from arctool.bake.budget.need import Need, check_bpw
 from arctool.bake.budget.sensitivity import Check, Trial, measure
 from arctool.bake.calibration.stream import one_thread_per_call
 from arctool.bake.calibration.token_set import CalibrationSet
-from arctool.bake.choices import searched
+from arctool.bake.choices import LADDER, searched
 from arctool.bake.journal import HEADER, Journal, beside
 from arctool.bake.pipeline import BakeResult, Progress, Status, bake, check_seed, interruptible
 from arctool.bake.place import check_free, made_before

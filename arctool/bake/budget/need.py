@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from arctool.bake.budget.allocation import (
-    LADDER,
     Group,
     allocate,
     floored,
@@ -18,7 +17,7 @@ from arctool.bake.budget.allocation import (
     uniform_rung,
     weights_of,
 )
-from arctool.bake.choices import stored_bits
+from arctool.bake.choices import LADDER, stored_bits
 from arctool.bake.recipe import Recipe, RecipeFile, Rule
 from arctool.errors import UsageError
 from arctool.run.models.spec import Role, TensorSpec

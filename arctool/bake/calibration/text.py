@@ -88,10 +88,9 @@ class SourceUse:
 
 @dataclass(frozen=True)
 class Windows:
-    """ids: i32 [count, window]. `asked`: the tokens asked for; there may be fewer, never more. `sources`: only files that were used."""
+    """ids: i32 [count, window]. `sources`: only files that were used."""
 
     ids: NDArray[np.int32]
-    asked: int
     sources: tuple[SourceUse, ...]
 
     @property
@@ -150,7 +149,7 @@ def windows(texts: Sequence[CalibrationText], encode: Encode, tokens: int, windo
         names = ", ".join(text.name for text in texts[:3]) + (" ..." if len(texts) > 3 else "")
         raise UsageError(f"--calib {names}: expected at least {MIN_TOKENS} tokens of text, found {len(flow)}; give more text")
     uses = (SourceUse(s.text.name, s.bytes, min(end, used) - start) for s, start, end in zip(streams, (0, *ends), ends, strict=False))
-    return Windows(np.array(cut, np.int32), tokens, tuple(use for use in uses if use.tokens > 0))
+    return Windows(np.array(cut, np.int32), tuple(use for use in uses if use.tokens > 0))
 
 
 class _Stream:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from arctool.bake.budget.account import Account, GroupSpent, Tried
-from arctool.bake.budget.allocation import LADDER
+from arctool.bake.account import Account, GroupSpent, Tried
 from arctool.bake.card.markdown import code, table
+from arctool.bake.choices import LADDER
 
 NAMED = 4
 """Layers of a row that are named, the ones that cost most first."""

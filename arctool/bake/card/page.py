@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import TypeVar
 
-from arctool.bake.budget.account import parse_account
+from arctool.bake.account import parse_account
 from arctool.bake.card.budget_section import budget
 from arctool.bake.card.front_matter import HUB_NAME, base_model, front_matter, licence
 from arctool.bake.card.markdown import code, plain, sentence, table
