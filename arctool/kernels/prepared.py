@@ -7,8 +7,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from arctool.kernels.policy import WeightKind
-from arctool.quant.tensor import DenseTensor, GgmlTensor, Rows, TrellisTensor, Weight
+from arctool.kernels.policy import KINDS, WeightKind
+from arctool.quant.afq import AfqTensor
+from arctool.quant.bf16 import widen
+from arctool.quant.fp8 import Fp8Tensor
+from arctool.quant.mxfp4 import Mxfp4Tensor
+from arctool.quant.rows import Rows
+from arctool.quant.tensor import DenseTensor, GgmlTensor, ScaledTensor, TrellisTensor, Weight
 
 
 @dataclass(frozen=True)
@@ -43,12 +48,16 @@ class Prepared:
         return int(self.weight.shape[1])
 
 
-GGML_KINDS: dict[str, WeightKind] = {"q8_0": "ggml-q8_0"}
+GGML_KINDS: dict[str, WeightKind] = {kind.removeprefix("ggml-"): kind for kind in KINDS if kind.startswith("ggml-")}
 """Kind of a GGML type, by its name."""
 
 
 def weight_kind(weight: Weight) -> WeightKind:
     """Which family of kernels a weight needs."""
+    if isinstance(weight, Fp8Tensor):
+        return "fp8"
+    if isinstance(weight, AfqTensor | Mxfp4Tensor):
+        return "afq" if isinstance(weight, AfqTensor) else "mxfp4"
     if isinstance(weight, TrellisTensor):
         return "trellis-sum2" if weight.codebook.kind == "sum2" else "trellis-table"
     if isinstance(weight, GgmlTensor):
@@ -66,6 +75,18 @@ def prepare_ggml(weight: GgmlTensor) -> Prepared:
     """Blocks are read where they lie; rows must follow each other."""
     contiguous = weight if weight.data.flags.c_contiguous else replace(weight, data=weight.data.copy())
     return Prepared(contiguous, weight_kind(weight), np.empty(0, np.float32), None)
+
+
+def prepare_scaled(weight: ScaledTensor, table: NDArray[np.float32]) -> Prepared:
+    """Codes are read where they lie; AFQ's factors become f32. `table`: what the kernels of the weight's kind look up."""
+    if isinstance(weight, AfqTensor):
+        scales, offsets = np.ascontiguousarray(widen(weight.scales)), np.ascontiguousarray(widen(weight.offsets))
+        wide = replace(weight, packed=np.ascontiguousarray(weight.packed), scales=scales, offsets=offsets)
+        return Prepared(wide, weight_kind(weight), table, None)
+    codes = np.ascontiguousarray(weight.codes)
+    if isinstance(weight, Mxfp4Tensor):
+        return Prepared(replace(weight, codes=codes, scales=np.ascontiguousarray(weight.scales)), weight_kind(weight), table, None)
+    return Prepared(replace(weight, codes=codes), weight_kind(weight), table, None)
 
 
 def prepare_trellis(weight: TrellisTensor, table: NDArray[np.float32]) -> Prepared:

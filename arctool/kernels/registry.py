@@ -18,9 +18,10 @@ from numpy.typing import NDArray
 from arctool.kernels.cpu.linear import pad_columns, padded_width
 from arctool.kernels.cpu.products import decode_into, fused, gather, row_parts, tiles, tiles_independent
 from arctool.kernels.cpu.rotation import restore_output, rotate_input
+from arctool.kernels.cpu.scaled import table_of
 from arctool.kernels.policy import KINDS, PREFILL_TILE, Kernel, TokenClass, WeightKind, choose_linear
-from arctool.kernels.prepared import Prepared, prepare_dense, prepare_ggml, prepare_trellis
-from arctool.quant.tensor import DenseTensor, GgmlTensor, PackedTensor, Weight
+from arctool.kernels.prepared import Prepared, prepare_dense, prepare_ggml, prepare_scaled, prepare_trellis
+from arctool.quant.tensor import DenseTensor, GgmlTensor, PackedTensor, ScaledTensor, Weight
 
 __all__ = ["Implementation", "Prepared", "Registry", "TokenClass", "default_registry", "embedding_name", "linear_name"]
 
@@ -69,6 +70,8 @@ class Registry:
         weight.check("weight")
         if isinstance(weight, GgmlTensor):
             return prepare_ggml(weight)
+        if isinstance(weight, ScaledTensor):
+            return prepare_scaled(weight, table_of(weight))
         if weight.codebook.kind == "sum2":
             return prepare_trellis(weight, np.empty(0, np.float32))
         digest = weight.codebook.digest
@@ -121,9 +124,12 @@ class Registry:
         return self._independent[key]
 
     def _dense_rows(self, prepared: Prepared, part: slice) -> NDArray[np.float32]:
-        """Some rows of the f32 matrix; decoded ones share one scratch buffer, which the next call overwrites."""
+        """Some rows of the f32 matrix; decoded ones share one scratch buffer, which the next call overwrites.
+
+        Mapped ones are copied there too: torch warns whoever hands it memory that cannot be written.
+        """
         rows = prepared.rows(part)
-        if isinstance(rows.weight, DenseTensor) and rows.kind == "dense-f32":
+        if isinstance(rows.weight, DenseTensor) and rows.kind == "dense-f32" and rows.weight.data.flags.writeable:
             return rows.weight.dense()
         size = rows.out_features * rows.in_features
         if self._scratch.size < size:
@@ -143,7 +149,7 @@ def default_registry() -> Registry:
                 Implementation(linear_name("tiles", kind), "linear", "numba, torch", f"prompt tokens, {PREFILL_TILE} rows a product")
                 for kind in KINDS
             ),
-            Implementation(DECODE, "decode", "numba", "every trellis and GGML weight; bit-exact with the oracle"),
+            Implementation(DECODE, "decode", "numba", "every packed weight; bit-exact with the oracle"),
             *(Implementation(embedding_name(kind), "embedding", "numba, numpy", "rows that do not mix, any number") for kind in KINDS),
             Implementation("triton.linear", "linear", "triton", "trellis weights on a GPU", no_gpu),
         )

@@ -68,16 +68,26 @@ class Geometry:
 
 def check_packed(packed: NDArray[np.uint8], geometry: Geometry, in_features: int, where: str) -> None:
     """Refuse a packed matrix whose dtype, stride or padding is not the geometry's. `packed`: u8 [rows, stride]."""
+    check_stride(packed, geometry, in_features, where)
+    check_padding(packed, geometry, in_features, where)
+
+
+def check_stride(packed: NDArray[np.uint8], geometry: Geometry, in_features: int, where: str) -> None:
+    """Refuse a packed matrix whose dtype or stride is not the geometry's. `packed`: u8 [rows, stride]."""
     stride = geometry.stride(in_features)
     if packed.dtype != np.uint8 or packed.ndim != 2 or packed.shape[1] != stride:
         raise GeometryError(
             f"{where}: {geometry.name} rows of {in_features} weights need u8 [rows, {stride}], found {packed.dtype} {list(packed.shape)}"
         )
+
+
+def check_padding(packed: NDArray[np.uint8], geometry: Geometry, in_features: int, where: str, first: int = 0) -> None:
+    """Refuse streams u8 [rows, stride] with bits behind their last step; `first`: the number of the first row, for the message."""
     used = geometry.k * geometry.steps(in_features)
     tail = np.unpackbits(packed[:, used // 8 :], axis=1, bitorder="little")[:, used % 8 :]
     if tail.any():
         row = int(np.flatnonzero(tail.any(axis=1))[0])
-        raise GeometryError(f"{where}: row {row} has set bits in the padding after bit {used}; the padding must be zero")
+        raise GeometryError(f"{where}: row {first + row} has set bits in the padding after bit {used}; the padding must be zero")
 
 
 def pack_symbols(symbols: NDArray[np.integer], geometry: Geometry) -> NDArray[np.uint8]:

@@ -12,25 +12,36 @@ from numpy.typing import NDArray
 from arctool.kernels.cpu import products
 from arctool.kernels.cpu.ggml import DOT, EXPAND
 from arctool.kernels.cpu.ir import dot_oracle
+from arctool.kernels.decoders import decoders
 from arctool.kernels.prepared import GGML_KINDS, prepare_dense
 from arctool.kernels.registry import Registry, TokenClass, default_registry
-from arctool.quant.ggml import GGML_TYPES, Q8_0
+from arctool.quant.ggml import GGML_TYPES, Q8_0, GgmlType
 from arctool.quant.tensor import DenseTensor, GgmlTensor
 
 HALVES = np.arange(1 << 16, dtype=np.uint16)
 FINITE = HALVES[np.isfinite(HALVES.view(np.float16))]
 
 
-def blocks(rows: int, in_features: int, seed: int = 0) -> GgmlTensor:
+EVERY = list(GGML_TYPES.values())
+every_type = pytest.mark.parametrize("kind", EVERY, ids=lambda kind: kind.name)
+
+
+def widths(kind: GgmlType) -> list[int]:
+    """One block, two, and more; of blocks of one also widths that are no multiple of the sixteen lanes."""
+    return [1, 7, 16, 33, 576] if kind.block == 1 else [kind.block, 2 * kind.block, 3 * kind.block, 18 * kind.block]
+
+
+def blocks(rows: int, in_features: int, seed: int = 0, kind: GgmlType = Q8_0) -> GgmlTensor:
     """Any bytes at all, but for the scales: finite halves of every size and sign."""
     generator = np.random.default_rng(seed)
-    data = generator.integers(0, 256, (rows, in_features // 32, 34)).astype(np.uint8)
-    data[:, :, :2] = generator.choice(FINITE, (rows, in_features // 32)).astype("<u2")[:, :, None].view(np.uint8)
-    return GgmlTensor(Q8_0, in_features, data.reshape(rows, -1))
+    data = generator.integers(0, 256, (rows * in_features // kind.block, kind.block_bytes)).astype(np.uint8)
+    for offset in kind.scales:
+        data[:, offset : offset + 2] = generator.choice(FINITE, len(data)).astype("<u2")[:, None].view(np.uint8)
+    return GgmlTensor(kind, in_features, data.reshape(rows, -1))
 
 
-def gaussian(rows: int, in_features: int, seed: int = 0) -> GgmlTensor:
-    return GgmlTensor.encoded(Q8_0, np.random.default_rng(seed).standard_normal((rows, in_features)).astype(np.float32), "w")
+def gaussian(rows: int, in_features: int, seed: int = 0, kind: GgmlType = Q8_0) -> GgmlTensor:
+    return GgmlTensor.encoded(kind, np.random.default_rng(seed).standard_normal((rows, in_features)).astype(np.float32), "w")
 
 
 def tokens(count: int, in_features: int, seed: int = 1) -> NDArray[np.float32]:
@@ -43,7 +54,64 @@ def registry() -> Registry:
 
 
 def test_every_ggml_type_has_its_row_functions_and_its_kind() -> None:
-    assert set(EXPAND) == set(DOT) == set(GGML_KINDS) == set(GGML_TYPES)
+    assert set(EXPAND) == set(GGML_KINDS) == set(GGML_TYPES)
+    assert set(DOT) == {"q8_0"}  # the others are expanded and dotted
+    assert all(kind == f"ggml-{name}" for name, kind in GGML_KINDS.items())
+
+
+@every_type
+def test_every_type_is_decoded_to_the_oracles_bits_at_any_width(kind: GgmlType, registry: Registry) -> None:
+    for in_features in widths(kind):
+        for rows in (1, 16, 19):
+            tensor = blocks(rows, in_features, in_features + rows, kind)
+            np.testing.assert_array_equal(registry.decode(tensor).view(np.uint32), tensor.decode().view(np.uint32))
+
+
+@every_type
+def test_every_finite_half_is_a_factor_of_every_type(kind: GgmlType, registry: Registry) -> None:
+    count = -(-len(FINITE) // 64)
+    data = blocks(64 * count, kind.block, 1, kind).data.copy()
+    for offset in kind.scales:
+        data[:, offset : offset + 2] = np.resize(FINITE, len(data)).astype("<u2")[:, None].view(np.uint8)
+    tensor = GgmlTensor(kind, 64 * kind.block, data.reshape(count, -1))
+    np.testing.assert_array_equal(registry.decode(tensor).view(np.uint32), tensor.decode().view(np.uint32))
+
+
+@every_type
+def test_every_types_fused_product_is_the_oracle_dot_whether_one_token_or_several(kind: GgmlType, registry: Registry) -> None:
+    for in_features in widths(kind):
+        tensor, x = gaussian(21, in_features, kind=kind), tokens(3, in_features)
+        expected = np.array([dot_oracle(tensor.dense(), row) for row in x], np.float32)
+        weight = registry.prepare(tensor)
+        for count in (0, 1, 2, 3):
+            got = registry.linear(torch.from_numpy(x[:count]), weight, TokenClass.DECODE).numpy()
+            np.testing.assert_array_equal(got.view(np.uint32), expected[:count].view(np.uint32))
+        assert np.abs(expected - x @ tensor.dense().T).max() < 1e-3
+
+
+@every_type
+def test_every_type_gives_its_rows_to_an_embedding_and_its_columns_to_verify(kind: GgmlType, registry: Registry) -> None:
+    tensor = gaussian(40, widths(kind)[2], kind=kind)
+    ids = np.array([39, 0, 17, 17])
+    rows = registry.embedding(torch.from_numpy(ids), registry.prepare(tensor)).numpy()
+    np.testing.assert_array_equal(rows, tensor.dense()[ids])
+    for decoder in decoders(registry):
+        columns, values = decoder.decode(tensor)
+        assert len(columns) >= min(16, tensor.in_features)
+        np.testing.assert_array_equal(values, tensor.dense()[:, columns])
+
+
+@every_type
+@settings(max_examples=20, deadline=None)
+@given(data=st.data())
+def test_any_bytes_of_any_type_decode_to_the_oracles_bits(kind: GgmlType, data: st.DataObject) -> None:
+    raw = np.frombuffer(data.draw(st.binary(min_size=2 * kind.block_bytes, max_size=2 * kind.block_bytes)), np.uint8).copy()
+    rows = raw.reshape(-1, kind.block_bytes)
+    for offset in kind.scales:
+        halves = data.draw(st.lists(st.sampled_from(FINITE.tolist()), min_size=2, max_size=2))
+        rows[:, offset : offset + 2] = np.array(halves, "<u2")[:, None].view(np.uint8)
+    tensor = GgmlTensor(kind, 2 * kind.block, raw.reshape(1, -1))
+    np.testing.assert_array_equal(default_registry().decode(tensor).view(np.uint32), tensor.decode().view(np.uint32))
 
 
 def test_every_finite_scale_is_widened_exactly(registry: Registry) -> None:

@@ -1,8 +1,10 @@
-"""GGML blocks: bytes worked out by hand, gguf-py's own quantiser bit for bit, exact decoding, and what blocks cannot hold."""
+"""Q8_0, the block that all others are measured by: bytes worked out by hand, gguf-py's own quantiser bit for bit, exact decoding, and what
+blocks cannot hold."""
 
 from __future__ import annotations
 
 import re
+from functools import partial
 
 import numpy as np
 import pytest
@@ -13,8 +15,8 @@ from hypothesis.extra.numpy import arrays
 from numpy.typing import NDArray
 
 from arctool.errors import GeometryError
-from arctool.quant import ggml
-from arctool.quant.ggml import GGML_BY_ID, GGML_TYPES, Q8_0, row_chunks
+from arctool.quant.ggml import GGML_BY_ID, GGML_TYPES, Q8_0, block_type
+from arctool.quant.rows import bounded_rows
 
 HALVES = np.arange(1 << 16, dtype=np.uint16).view(np.float16)
 FINITE = HALVES[np.isfinite(HALVES)]
@@ -109,9 +111,9 @@ def test_chunks_change_no_byte(monkeypatch: pytest.MonkeyPatch) -> None:
     weights = np.random.default_rng(1).standard_normal((7, 96)).astype(np.float32)
     whole = Q8_0.encode(weights, "w")
     decoded = Q8_0.decode(whole, 96)
-    monkeypatch.setattr(ggml, "CHUNK_WEIGHTS", 200)
-    assert [(part.start, part.stop) for part in row_chunks(7, 96)] == [(0, 2), (2, 4), (4, 6), (6, 7)]
-    assert [(part.start, part.stop) for part in row_chunks(2, 1000)] == [(0, 1), (1, 2)]
+    chunks = partial(bounded_rows, most=200)
+    assert [(part.start, part.stop) for part in chunks(7, 96)] == [(0, 2), (2, 4), (4, 6), (6, 7)]
+    monkeypatch.setattr(block_type, "bounded_rows", chunks)
     assert Q8_0.encode(weights, "w").tobytes() == whole.tobytes()
     assert Q8_0.decode(whole, 96).tobytes() == decoded.tobytes()
 
@@ -126,7 +128,7 @@ def test_a_width_that_is_no_whole_number_of_blocks_is_refused(in_features: int) 
 
 @pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
 def test_a_value_that_is_not_finite_is_refused_with_its_place(poison: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ggml, "CHUNK_WEIGHTS", 64)
+    monkeypatch.setattr(block_type, "bounded_rows", partial(bounded_rows, most=64))
     weights = np.ones((5, 64), np.float32)
     weights[3, 40] = weights[4, 1] = poison
     with pytest.raises(GeometryError, match=re.escape(f"a.b: the value at [3, 40] is {poison}, which is not finite")):
@@ -152,9 +154,12 @@ def test_bytes_that_are_no_rows_of_blocks_are_refused() -> None:
     for bad in (good[:, :-1], good.reshape(-1), good.view(np.int8), good.reshape(4, 34)):
         with pytest.raises(GeometryError, match=r"x: q8_0 rows of 64 weights need u8 \[rows, 68\], found"):
             Q8_0.check(bad, 64, "x")
+        with pytest.raises(GeometryError, match="x: q8_0 rows"):
+            Q8_0.check_form(bad, 64, "x")
     for half in (0x7C00, 0xFC00, 0x7E01):
         bad = good.copy()
         bad[1, 34:36] = np.array([half], "<u2").view(np.uint8)
+        Q8_0.check_form(bad, 64, "x")
         with pytest.raises(GeometryError, match="x: the q8_0 scale of row 1, block 1 is not finite"):
             Q8_0.check(bad, 64, "x")
         with pytest.raises(GeometryError, match="row 1, block 1 is not finite"):
@@ -181,8 +186,21 @@ def test_descriptors_agree_with_gguf() -> None:
 
     for kind in GGML_TYPES.values():
         theirs = GGMLQuantizationType(kind.id)
-        assert theirs.name.lower() == kind.name
-        assert GGML_QUANT_SIZES[theirs] == (kind.block, kind.block_bytes)
+        assert theirs.name.lower().replace("_k", "k") == kind.name  # as mistral.rs spells them
+        assert kind.block == 1 or GGML_QUANT_SIZES[theirs] == (kind.block, kind.block_bytes)
         assert GGML_BY_ID[kind.id] is kind
         assert all(offset + 2 <= kind.block_bytes for offset in kind.scales)
-    assert Q8_0.bits_per_weight == 8.5
+    rates = {kind.name: kind.bits_per_weight for kind in GGML_TYPES.values()}
+    assert rates == {
+        "q2k": 2.625,
+        "q3k": 3.4375,
+        "q4_0": 4.5,
+        "q4_1": 5.0,
+        "q4k": 4.5,
+        "q5_0": 5.5,
+        "q5_1": 6.0,
+        "q5k": 5.5,
+        "q6k": 6.5625,
+        "q8_0": 8.5,
+        "f16": 16.0,
+    }

@@ -36,7 +36,7 @@ def test_a_sound_tensor_passes_and_counts_its_bits() -> None:
     [
         ({"codebook": Codebook("sum2")}, "sum2 is defined for"),
         ({"codebook": Codebook("table", np.zeros((65536, 2), np.float32))}, r"needs a bf16 table \[4096, 4\]"),
-        ({"in_features": 60}, "set bits in the padding after bit 120"),
+        ({"in_features": 60, "rotation": None}, "row 0 has set bits in the padding after bit 120"),
         ({"in_features": 68}, "need u8"),
         ({"scales": np.ones(15, np.float32)}, r"expected f32 scales \[16\]"),
         ({"scales": np.ones(16, np.float64)}, "found float64"),

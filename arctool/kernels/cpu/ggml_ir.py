@@ -1,7 +1,7 @@
-"""Vector IR for rows of GGML blocks: expand a row to f32, and its dot product with one token straight from the bytes.
+"""Vector IR for rows of GGML blocks: an f16 at any byte, q8_0 expanded to f32, and its dot product with one token from the bytes.
 
-Both make each weight by the oracle's one operation (code · scale, exact), and `dot_q8_0` takes sums in the order of `ir.dot_oracle`, so it
-has the bits of expanding first. Both trust their callers: the row is whole blocks, its scales are finite.
+The latter two make each weight by the oracle's one operation (code · scale, exact), and `dot_q8_0` takes sums in the order of
+`ir.dot_oracle`, so it has the bits of expanding first. All trust their callers: the row is whole blocks, its scales are finite.
 """
 
 from __future__ import annotations
@@ -56,6 +56,18 @@ def _vector(builder: ir.IRBuilder, base: ir.Value, index: ir.Value, group: int) 
     """Pointer to the eight f32 of `group` within block `index` of a row that begins at `base`."""
     offset = builder.add(builder.mul(index, I64(Q8_0.block)), I64(WIDTH * group))
     return builder.bitcast(builder.gep(base, [offset]), HALF.as_pointer())
+
+
+@intrinsic
+def load_half(typing_context: Any, data: Any, byte: Any) -> Any:
+    """The little-endian f16 at any byte offset of a u8 array, as f32; exact. The caller guarantees that it is there and finite."""
+    signature = types.float32(data, types.int64)
+
+    def generate(context: Any, builder: Any, sig: Any, arguments: Any) -> Any:
+        place = builder.gep(_pointer(context, builder, sig.args[0], arguments[0]), [arguments[1]])
+        return half_to_float(builder, builder.load(builder.bitcast(place, I16.as_pointer()), align=1))
+
+    return signature, generate
 
 
 @intrinsic

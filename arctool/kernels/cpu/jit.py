@@ -30,7 +30,7 @@ if "NUMBA_THREADING_LAYER" not in os.environ:
 
 _work_queue = threading.Lock()
 
-SOURCES = ("kernels/cpu/*.py", "quant/*.py", "bake/search/*.py")
+SOURCES = ("kernels/cpu/*.py", "quant/**/*.py", "bake/search/*.py")
 """Files whose text can end up in machine code. A test holds every user of `jit` to it."""
 
 

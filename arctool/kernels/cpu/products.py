@@ -15,9 +15,10 @@ from arctool.errors import GeometryError
 from arctool.kernels.cpu.ggml import decode_blocks, fused_blocks
 from arctool.kernels.cpu.linear import decode_trellis, fused_bf16, fused_f32, fused_trellis
 from arctool.kernels.cpu.rotation import restore_output
+from arctool.kernels.cpu.scaled import kernels_of, parts_of
 from arctool.kernels.policy import PREFILL_TILE
 from arctool.kernels.prepared import Prepared
-from arctool.quant.tensor import GgmlTensor, TrellisTensor
+from arctool.quant.tensor import GgmlTensor, ScaledTensor, TrellisTensor
 
 Array = NDArray[np.float32]
 
@@ -35,6 +36,9 @@ def fused(x: Array, prepared: Prepared) -> Array:
         kernel(frozen(weight.packed), prepared.table, frozen(weight.scales), x, weight.in_features, y)
     elif isinstance(weight, GgmlTensor):
         fused_blocks(weight.type.name)(frozen(weight.data), x, y)
+    elif isinstance(weight, ScaledTensor):
+        kernel, _ = kernels_of(weight)
+        kernel(*map(frozen, parts_of(weight)), prepared.table, x, weight.in_features, y)
     elif prepared.kind == "dense-bf16":
         fused_bf16(weight.data, x, y)
     else:
@@ -50,6 +54,9 @@ def decode_into(prepared: Prepared, dense: Array) -> None:
         kernel(frozen(weight.packed), prepared.table, frozen(weight.scales), dense)
     elif isinstance(weight, GgmlTensor):
         decode_blocks(weight.type.name)(frozen(weight.data), dense)
+    elif isinstance(weight, ScaledTensor):
+        _, kernel = kernels_of(weight)
+        kernel(*map(frozen, parts_of(weight)), prepared.table, dense)
     elif prepared.kind == "dense-bf16":
         np.left_shift(weight.data.astype(np.uint32), 16, out=dense.view(np.uint32))
     else:
