@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 
@@ -113,8 +114,8 @@ def _fault(output: Path) -> str | None:
     """The first thing by which the artifact is not what its report says, hashes included."""
     tally = Tally("container")
     try:
-        with open_artifact(output) as artifact:
-            check_container(artifact, None, tally, lambda: None)
+        with open_artifact(output) as artifact, ThreadPoolExecutor() as pool:
+            check_container(artifact, None, tally, lambda: None, pool)
     except ArctoolError as error:
         return str(error)
     return next(iter(tally.answer().failures), None)

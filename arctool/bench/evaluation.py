@@ -21,7 +21,7 @@ from arctool.bench.reading import DEFAULT_TOKENS, plan_reading
 from arctool.bench.subjects import Facts, StoredTensor, Subject, open_subject
 from arctool.errors import ArctoolError, UsageError, VerificationError
 from arctool.kernels.registry import Registry, default_registry
-from arctool.quant.tensor import TrellisTensor, Weight
+from arctool.quant.tensor import DenseTensor, TrellisTensor, Weight
 from arctool.run.divergence import Comparison, Reference, compare, reference
 from arctool.run.evaluate import perplexity_of, token_logprobs
 from arctool.run.models.decoder import CausalLM
@@ -244,7 +244,8 @@ def _distances(
         stored, original = (dense_values(part.source.weight(tensor.spec.key), kernels) for part in (subject, source))
         bits = tensor.bits / math.prod(tensor.spec.shape)
         limit = rate_limit(bits if tensor.rate is None else tensor.rate)
-        found.append(LayerDistance(tensor.spec.key, tensor.label, bits, relative_error(stored, original), limit))
+        error = relative_error(DenseTensor(stored), DenseTensor(original))
+        found.append(LayerDistance(tensor.spec.key, tensor.label, bits, error, limit))
         step(number, len(tensors))
     return tuple(found)
 

@@ -45,7 +45,7 @@ class LayerError:
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """The four answers, in the order of the questions, and the tables behind two of them."""
+    """The four answers, in the order of the questions, and the tables behind two of them. `fast`: only headers were asked."""
 
     path: str
     container: Answer
@@ -54,6 +54,7 @@ class VerifyReport:
     source: Answer
     coverage: tuple[Coverage, ...] = ()
     errors: tuple[LayerError, ...] = ()
+    fast: bool = False
 
     @property
     def answers(self) -> tuple[Answer, ...]:

@@ -1,20 +1,27 @@
 """One packed layer (trellis or GGML blocks), as every implementation here decodes it, against the oracle: block by block, bit by bit.
 
-Memory holds one block of rows at a time. Knows no kernels, which are handed in, and no files.
+Memory holds a few blocks of rows at a time. Knows no kernels, which are handed in, and no files.
 """
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Executor, Future
 from typing import Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from arctool.quant.tensor import PackedTensor
+from arctool.quant.rows import bounded_rows
+from arctool.quant.tensor import PackedTensor, as_matrix
 from arctool.uqff.answers import Tally
 
 BLOCK_WEIGHTS: Final = 1 << 20
 """Weights that the oracle and an implementation decode at a time; the oracle needs some tens of bytes for each."""
+
+AHEAD: Final = 3
+"""Blocks that the oracle works on while one is compared."""
 
 MAX_ROW: Final = 1 << 17
 """Weights of the longest row that is compared: the oracle takes its steps one by one, and no model has rows of half this length."""
@@ -52,13 +59,14 @@ def obstacle(weight: PackedTensor, misfit: bool, accepted: bool) -> str:
     return "" if accepted else f"no implementation accepts {weight.label} {list(weight.shape)}"
 
 
-def compare_layer(key: str, weight: PackedTensor, decoders: list[Decoder], tally: Tally) -> dict[str, tuple[int, int]]:
-    """(compared, differing) weights by implementation; the first difference of each goes into `tally`."""
+def compare_layer(key: str, weight: PackedTensor, decoders: list[Decoder], tally: Tally, pool: Executor) -> dict[str, tuple[int, int]]:
+    """(compared, differing) weights by implementation; the first difference of each goes into `tally`.
+
+    The oracle decodes the next blocks in `pool` while implementations, which have threads of their own, are asked one after the other.
+    """
     counts = {decoder.name: (0, 0) for decoder in decoders}
-    rows = max(1, BLOCK_WEIGHTS // weight.in_features)
-    for start in range(0, weight.shape[0] if decoders else 0, rows):
-        block = weight.rows(slice(start, start + rows))
-        oracle = block.decode()
+    blocks = bounded_rows(weight.shape[0], *weight.shape[1:], most=BLOCK_WEIGHTS) if decoders else iter(())
+    for start, block, oracle in _ahead(weight, blocks, pool):
         for decoder in decoders:
             first, compared, differing = _difference(decoder, block, oracle)
             before = counts[decoder.name]
@@ -66,6 +74,20 @@ def compare_layer(key: str, weight: PackedTensor, decoders: list[Decoder], tally
                 tally.fail(f"{key}: {decoder.name}: {first} (rows counted from {start})")
             counts[decoder.name] = before[0] + compared, before[1] + differing
     return counts
+
+
+def _ahead(weight: PackedTensor, blocks: Iterator[slice], pool: Executor) -> Iterator[tuple[int, PackedTensor, NDArray[np.float32]]]:
+    """(first row, block, the oracle's weights as a matrix) in order; `AHEAD` blocks are being decoded while one is looked at."""
+    waiting: deque[tuple[int, PackedTensor, Future[NDArray[np.float32]]]] = deque()
+    for part in blocks:
+        block = as_matrix(weight.rows(part))
+        waiting.append((part.start, block, pool.submit(block.decode)))
+        if len(waiting) > AHEAD:
+            start, block, oracle = waiting.popleft()
+            yield start, block, oracle.result()
+    while waiting:
+        start, block, oracle = waiting.popleft()
+        yield start, block, oracle.result()
 
 
 def _difference(decoder: Decoder, block: PackedTensor, oracle: NDArray[np.float32]) -> tuple[str, int, int]:

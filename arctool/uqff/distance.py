@@ -1,23 +1,50 @@
-"""How far stored weights are from the original ones, and how near any code of that rate could come. Arrays in, numbers out."""
+"""How far stored weights are from the original ones, and how near any code of that rate could come. Weights in, numbers out."""
 
 from __future__ import annotations
 
+from typing import Final
+
 import numpy as np
-from numpy.typing import NDArray
 
-BLOCK = 1 << 20
-"""Values that are widened to f64 at a time."""
+from arctool.quant import fp8
+from arctool.quant.tensor import DenseTensor, Fp8Tensor, GgmlTensor, TrellisTensor, Weight
+from arctool.uqff.chunks import chunks, run_length
+
+DENSE_ERROR: Final = 2.0**-16
+"""Relative error allowed to a tensor stored as bf16 or f32: rounding to 8 significant bits stays below 2^-18."""
+
+FOREIGN_ERROR: Final = 0.5
+"""Of a type that only others write, however they searched: a matrix of zeros has 1, one that has nothing to do with the layer 2."""
 
 
-def relative_error(stored: NDArray[np.float32], original: NDArray[np.float32]) -> float:
-    """‖W−Ŵ‖²/‖W‖² of two arrays of one shape, summed in f64; 0 for equal ones, inf where only the original is zero."""
-    flat, truth = stored.reshape(-1), original.reshape(-1)
+def relative_error(stored: Weight, original: Weight) -> float:
+    """‖W−Ŵ‖²/‖W‖² of two weights of one shape, summed in f64; 0 for equal ones, inf where only the original is zero.
+
+    Both are decoded a block of rows at a time.
+    """
     gap = power = 0.0
-    for at in range(0, truth.size, BLOCK):
-        want = truth[at : at + BLOCK].astype(np.float64)
-        gap += float(np.square(flat[at : at + BLOCK] - want).sum())
-        power += float(np.square(want).sum())
+    rows = run_length(stored, original)
+    for (_, found), (_, want) in zip(chunks(stored, rows), chunks(original, rows), strict=True):
+        truth = want.astype(np.float64)
+        gap += float(np.square(found - truth).sum())
+        power += float(np.square(truth).sum())
     return gap / power if power else (0.0 if gap == 0 else float("inf"))
+
+
+def bit_limit(weight: Weight) -> float | None:
+    """`rate_limit` of the weight's bits, None for one that is dense."""
+    if isinstance(weight, TrellisTensor):
+        return rate_limit(weight.geometry.bits_per_weight)
+    return None if isinstance(weight, DenseTensor) else rate_limit(weight.stored_bits / np.prod(weight.shape, dtype=float))
+
+
+def worst_rounding(weight: Weight) -> float:
+    """The most that rounding alone can cost a weight that is stored so; no bound of a trellis, whose search is another matter."""
+    if isinstance(weight, DenseTensor):
+        return DENSE_ERROR
+    if isinstance(weight, GgmlTensor):
+        return weight.type.worst_error
+    return fp8.WORST_ERROR if isinstance(weight, Fp8Tensor) else FOREIGN_ERROR
 
 
 def rate_limit(bits: float) -> float:

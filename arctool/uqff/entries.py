@@ -21,7 +21,7 @@ DTYPE_BYTES: Final[Mapping[str, int]] = {
 }
 """Safetensors dtypes of whole bytes. Sub-byte ones (F4, F6) have no place in an artifact and are refused by name."""
 
-_NUMPY: Final[Mapping[str, str]] = {"U8": "|u1", "U32": "<u4", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
+_NUMPY: Final[Mapping[str, str]] = {"U8": "|u1", "F8_E4M3": "|u1", "U32": "<u4", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 
 _LAYER_ENTRY: Final = re.compile(r"(?P<key>.+?)\.(?P<part>weight|bias)(?:\.(?P<suffix>[a-z0-9_]+))?")
 
@@ -41,9 +41,15 @@ class Entry:
 
 
 def entry_of(name: str, dtype: str, array: NDArray) -> Entry:
-    """The entry that stores `array`, which has the numpy type of `dtype` (BF16 as u16 bits); a view where its memory allows."""
+    """The entry that stores `array`, of the numpy type of `dtype` (BF16 as u16 bits, F8_E4M3 as u8); a view where it can be one."""
     little = np.ascontiguousarray(array).astype(_NUMPY[dtype], copy=False)
     return Entry(name, dtype, array.shape, little.reshape(-1).view(np.uint8))
+
+
+def bytes_of(array: NDArray) -> NDArray[np.uint8]:
+    """The little-endian bytes of `array` as u8 [nbytes]; a view where its memory allows."""
+    little = np.ascontiguousarray(array).astype(array.dtype.newbyteorder("<"), copy=False)
+    return little.reshape(-1).view(np.uint8)
 
 
 def scalar_entry(name: str, dtype: str, value: int) -> Entry:
@@ -71,7 +77,7 @@ def check_key(key: str) -> None:
 
 
 def values(entry: Entry, where: str) -> NDArray:
-    """The entry as an array of its numpy type (BF16 as u16 bits) and shape: a view where it is aligned, else a copy."""
+    """The entry as an array of its numpy type (BF16 as u16 bits, F8_E4M3 as u8) and shape: a view where it is aligned, else a copy."""
     numpy_dtype = _NUMPY.get(entry.dtype)
     if numpy_dtype is None:
         raise FormatError(f"{where}: {entry.name}: dtype {entry.dtype} is not readable; expected one of {', '.join(_NUMPY)}")

@@ -1,4 +1,4 @@
-"""Files and directories as an artifact needs them: plain names only, durable writes, every OSError a readable sentence."""
+"""Files and directories as an artifact needs them: plain names, regular files, durable writes, every OSError a readable sentence."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import errno
 import hashlib
 import os
 import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -35,16 +36,29 @@ def _free(path: Path, action: str, error: OSError) -> str:
 
 
 def inside(directory: Path, name: str) -> Path:
-    """The regular file `name` of `directory`. Refuses separators, `..`, hidden names and links that leave the directory."""
-    if not name or name != os.path.basename(name) or name.startswith(".") or "\\" in name or not name.isprintable():
-        raise FormatError(f"{directory}: {name!r} is not a plain file name; an artifact lies in one directory")
+    """The regular file `name` of `directory`. Refuses separators, `..`, hidden names, and whatever is no regular file.
+
+    A symbolic link is refused wherever it leads, even within the directory: what lies there is then what is read, hashed and shipped, and
+    no artifact from elsewhere can have a file of this machine read in its place. Hub caches link to blobs outside: download into a
+    directory instead. The directory itself may be reached through links.
+    """
+    plain = name == os.path.basename(name) and not name.startswith(".") and "\\" not in name and name.isprintable()
+    if not name or not plain or len(name.encode()) > 255:
+        raise FormatError(f"{directory}: {name[:80]!r} is not a plain file name; an artifact lies in one directory")
     path = directory / name
     with storage_errors(path, "read"):
-        real = Path(os.path.realpath(path))
-        if not path.exists():
-            raise FormatError(f"{path}: the file is missing; the artifact is incomplete")
-        if real.parent != Path(os.path.realpath(directory)) or not real.is_file():
-            raise FormatError(f"{path}: not a regular file of this directory (it leads to {real}); copy the file itself here")
+        try:
+            mode = os.lstat(path).st_mode
+        except FileNotFoundError as error:
+            raise FormatError(f"{path}: the file is missing; the artifact is incomplete") from error
+    if stat.S_ISLNK(mode):
+        raise FormatError(
+            f"{path}: not a regular file but a symbolic link, which an artifact never holds; copy the file itself here "
+            "(from a hub: `hf download REPO --local-dir DIR`, formerly `huggingface-cli download`)"
+        )
+    if not stat.S_ISREG(mode):
+        kind = "a directory" if stat.S_ISDIR(mode) else "a pipe" if stat.S_ISFIFO(mode) else "a device or socket"
+        raise FormatError(f"{path}: not a regular file but {kind}; copy the file itself here")
     return path
 
 

@@ -11,7 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from math import prod
+from math import isinf, prod
 from typing import Any, Final
 
 from arctool.errors import FormatError
@@ -25,7 +25,18 @@ MAX_DEPTH: Final = 64
 
 _HALF_PAIR: Final = re.compile("[\ud800-\udfff]")
 
-_DISGUISES: Final = {b"PK\x03\x04": "a zip archive", b"\x80\x02": "a pickle", b"\x80\x04": "a pickle", b"GGUF": "a GGUF file"}
+MAX_VALUES: Final = 1 << 22
+"""Values of one JSON text, counted by its commas and brackets: a Python object takes up to a hundred times what `[],` does."""
+
+_DISGUISES: Final = {
+    **{b"PK\x03\x04": "a zip archive", b"\x1f\x8b": "a gzip archive", b"BZh": "a bzip2 archive", b"\xfd7zXZ": "an xz archive"},
+    **{b"\x28\xb5\x2f\xfd": "a zstd archive", b"\x7fELF": "a program", b"GGUF": "a GGUF file", b"%PDF": "a PDF"},
+    **dict.fromkeys((b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05"), "a pickle"),
+    **dict.fromkeys((b"<!", b"<html", b"<?xml"), "a web page, perhaps the error page of a download"),
+    b"version ": "a Git LFS pointer: fetch the file itself with `git lfs pull`",
+    b"{": "JSON",
+}
+"""What else files begin with. A length that can be true is believed first: a small header may begin with any of these bytes."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +58,11 @@ class Header:
     data_start: int
 
 
-def parse_json(text: bytes, where: str) -> dict[str, Any]:
-    """A JSON object without duplicate keys, NaN, infinity or lone surrogates, at most `MAX_DEPTH` deep. Raises FormatError only."""
+def parse_json(text: bytes | memoryview, where: str) -> dict[str, Any]:
+    """A JSON object without duplicate keys, NaN, infinity or lone surrogates, at most `MAX_DEPTH` deep. Raises FormatError only.
+
+    Before an object is made of it the text itself is held once, decoded, and its values are counted (`MAX_VALUES`).
+    """
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
@@ -61,8 +75,17 @@ def parse_json(text: bytes, where: str) -> dict[str, Any]:
     def constant(name: str) -> None:
         raise FormatError(f"{where}: {name} is not JSON")
 
+    def number(text: str) -> float:
+        found = float(text)
+        if isinf(found):
+            raise FormatError(f"{where}: {text[:40]} is larger than any number that a reader knows")
+        return found
+
     try:
-        value = json.loads(text.decode("utf-8"), object_pairs_hook=unique, parse_constant=constant)
+        decoded = str(text, "utf-8")
+        if sum(map(decoded.count, ",[{")) > MAX_VALUES:
+            raise FormatError(f"{where}: more than {MAX_VALUES} values; the file is damaged or meant to do harm")
+        value = json.loads(decoded, object_pairs_hook=unique, parse_constant=constant, parse_float=number)
     except RecursionError as error:
         raise FormatError(f"{where}: nested more than {MAX_DEPTH} deep; the file is damaged or meant to do harm") from error
     except ValueError as error:
@@ -94,9 +117,10 @@ def parse_header(data: memoryview, where: str) -> Header:
         raise FormatError(f"{where}: {size} bytes are too short for a safetensors header; the file is truncated")
     length = int.from_bytes(data[:8], "little")
     if length > MAX_HEADER or length > size - 8:
-        disguise = next((name for magic, name in _DISGUISES.items() if bytes(data[: len(magic)]) == magic), "truncated or damaged")
+        start = bytes(data[:8]).lower()
+        disguise = next((name for magic, name in _DISGUISES.items() if start.startswith(magic.lower())), "truncated or damaged")
         raise FormatError(f"{where}: the header claims {length} bytes of {size} (limit {MAX_HEADER}); the file is {disguise}")
-    raw = parse_json(bytes(data[8 : 8 + length]), f"{where}: header")
+    raw = parse_json(data[8 : 8 + length], f"{where}: header")
     metadata = raw.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise FormatError(f"{where}: header: __metadata__ must map strings to strings")

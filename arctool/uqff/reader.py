@@ -19,11 +19,12 @@ from arctool.quant.codebooks import Codebook
 from arctool.quant.tensor import DenseTensor, Weight
 from arctool.uqff.discovery import RESIDUAL_NAME, asset_names, discover, read_config, read_text
 from arctool.uqff.entries import Entry, check_key, expect, split_name, values
-from arctool.uqff.families import decode, decode_bias, read_table, table_name
+from arctool.uqff.families import decode, decode_bias
 from arctool.uqff.files import inside
 from arctool.uqff.report import UQFF_VERSION, Output, Report
 from arctool.uqff.sections import TableRef
 from arctool.uqff.shard import Shard
+from arctool.uqff.wire.tables import read_table, table_name
 
 _VERSION_NAMES: Final = ("uqff.version.major", "uqff.version.minor", "uqff.version.patch")
 _TABLE_ENTRY: Final = re.compile(r"arctool\.table\.[0-9a-f]{16}")
@@ -91,13 +92,24 @@ class Artifact:
             return self.residual(f"{key}.weight")
         return decode(key, self.entries(key), self.table, self._where(key))
 
+    def form(self, key: str) -> Weight:
+        """As `weight`, by what the layer's small entries say: no scale and no code has been looked at."""
+        if key not in self._layers:
+            return self.residual(f"{key}.weight")
+        return decode(key, self.entries(key), self.table, self._where(key), values=False)
+
+    def release(self, key: str) -> None:
+        """Tell the system that the pages of layer `key` will not be needed soon: what was mapped is no longer held in memory."""
+        for name, shard in self._layers.get(key, {}).items():
+            shard.release(name)
+
     def bias(self, key: str) -> NDArray[np.float32] | None:
         """The bias f32 [out] of layer `key`, else of the residual's `<key>.bias`; None where neither is."""
         name = f"{key}.bias"
         if key in self._layers:
             if name not in self._layers[key]:
                 return None
-            return decode_bias(key, self.entries(key), self.weight(key).shape, self._where(key))
+            return decode_bias(key, self.entries(key), self.form(key).shape, self._where(key))
         return self.residual(name).dense() if name in self.residual_shard.header.tensors else None
 
     def residual(self, name: str) -> DenseTensor:
@@ -166,10 +178,13 @@ def _index(shards: tuple[Shard, ...]) -> tuple[dict[str, dict[str, Shard]], dict
                 raise FormatError(f"{shard.path}: entry {name} occurs in {owner[name].path.name} too; a tensor has one place")
             owner[name] = shard
     for key, names in layers.items():
-        check_key(key)
+        name, shard = next(iter(names.items()))
+        try:
+            check_key(key)
+        except FormatError as error:
+            raise FormatError(f"{shard.path}: {name}: {error}") from error
         if f"{key}.weight.format" not in names:
-            place = next(iter(names.items()))
-            raise FormatError(f"{place[1].path}: {place[0]} belongs to layer {key}, which has no {key}.weight.format")
+            raise FormatError(f"{shard.path}: {name} belongs to layer {key}, which has no {key}.weight.format")
     return layers, tables
 
 

@@ -18,8 +18,8 @@ from arctool.errors import FormatError
 REPORT_NAME: Final = "uqff_report.json"
 UQFF_VERSION: Final = (1, 2, 0)
 
-DENSE_LABELS: Final = ("f32", "bf16")
-"""What `DenseTensor.label` says."""
+DENSE_LABELS: Final = ("f32", "bf16", "f16")
+"""Labels of what is not quantised."""
 
 
 @dataclass(frozen=True)

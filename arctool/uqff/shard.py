@@ -29,6 +29,7 @@ class Shard:
                 raise FormatError(f"{path}: the file is empty")
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         self.header: Final[Header] = parse_header(memoryview(mapped), str(path))
+        self._map: Final = mapped
         self._bytes: NDArray[np.uint8] | None = np.frombuffer(mapped, np.uint8)
 
     @property
@@ -41,6 +42,14 @@ class Shard:
         info = self.header.tensors[name]
         start = self.header.data_start
         return Entry(name, info.dtype, info.shape, self._mapped()[start + info.begin : start + info.end])
+
+    def release(self, name: str) -> None:
+        """Let the system take back the memory of the tensor `name`; whoever reads it again reads it from the file."""
+        info, start = self.header.tensors[name], self.header.data_start
+        first, last = start + info.begin, start + info.end
+        page = mmap.PAGESIZE
+        if self._bytes is not None and last > first:
+            self._map.madvise(mmap.MADV_DONTNEED, first // page * page, last - first // page * page)
 
     def header_sha256(self) -> str:
         """SHA-256 (hex) of everything before the data."""

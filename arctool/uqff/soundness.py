@@ -1,27 +1,27 @@
 """Is the container sound? Everything about an artifact that can be checked without decoding a weight.
 
-Names, lengths and versions are checked by opening it and taking each layer apart; here the artifact is then held to its own
-report, to the model's shapes, and to its directory.
+Names, lengths and versions are checked by opening it and taking each layer apart; here the artifact is then held to the model's
+shapes and to its directory, and to what it says of itself (`honesty`).
 """
 
 from __future__ import annotations
 
-import hashlib
 import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from arctool.errors import ArctoolError, FormatError
-from arctool.quant.tensor import DenseTensor, TrellisTensor
+from arctool.quant.tensor import DenseTensor, TrellisTensor, Weight
 from arctool.uqff.answers import Tally
-from arctool.uqff.discovery import CONFIG_NAME, RESIDUAL_NAME, SHADOWS, read_text
-from arctool.uqff.families import check_finite, table_name
-from arctool.uqff.files import hash_file
-from arctool.uqff.header import parse_json
+from arctool.uqff.discovery import CONFIG_NAME, RESIDUAL_NAME, SHADOWS
+from arctool.uqff.honesty import check_hashes, check_name, check_report
 from arctool.uqff.reader import Artifact
-from arctool.uqff.report import REPORT_NAME, Hashes, LayerRecord, Report, make_output
+from arctool.uqff.report import REPORT_NAME, LayerRecord
+from arctool.uqff.wire.tables import table_name
 
 Step = Callable[[], None]
 
@@ -31,157 +31,99 @@ _HARMLESS: Final = ("readme", "license", "licence", "notice", ".gitattributes")
 
 @dataclass(frozen=True)
 class Readable:
-    """Keys of the layers that can be read, in file order, and those among them that are no part of the model in that shape."""
+    """The layers that can be read, by key in file order as they were found, and those that are no part of the model in that shape."""
 
-    keys: tuple[str, ...]
+    weights: Mapping[str, type[Weight]]
     misfits: frozenset[str]
 
+    @property
+    def keys(self) -> tuple[str, ...]:
+        return tuple(self.weights)
 
-def check_container(artifact: Artifact, expected: Mapping[str, tuple[int, ...]] | None, tally: Tally, step: Step) -> Readable:
-    """Run every check of this room into `tally`; `step` is called once a layer."""
-    readable = _check_layers(artifact, tally, step)
-    _check_residual(artifact, tally)
-    if artifact.report is None:
-        _without_report(artifact, tally)
-    else:
-        _check_report(artifact, artifact.report, readable, tally)
-        if artifact.report.hashes is not None:
-            _check_hashes(artifact, artifact.report.hashes, tally)
+
+@dataclass(frozen=True)
+class _Seen:
+    """What taking one layer apart gave: what it is, or why it cannot be read; and the first value that is not finite, if one is."""
+
+    record: LayerRecord | None = None
+    kind: type[Weight] = DenseTensor
+    table: str | None = None
+    faults: tuple[str, ...] = ()
+
+
+def check_container(
+    artifact: Artifact,
+    expected: Mapping[str, tuple[int, ...]] | None,
+    tally: Tally,
+    step: Step,
+    pool: Executor,
+    *,
+    values: bool = True,
+) -> Readable:
+    """Run every check of this room into `tally`; `step` is called once a layer.
+
+    `values`: also look at the data: scales, streams' padding, dense values, hashes of entries. Without it only headers, the small
+    entries that say what others are, and the text files are read.
+    """
+    seen: dict[str, _Seen] = {}
+    looks = pool.map(partial(_look_at, artifact, values), artifact.keys())
+    for key, found in zip(artifact.keys(), looks, strict=True):
+        seen[key] = found
+        tally.count("layers")
+        for fault in found.faults:
+            tally.fail(fault)
+        step()
+    readable = {key: found.record for key, found in seen.items() if found.record is not None}
+    if len(readable) == len(seen):
+        for name in sorted(set(artifact.table_names()) - {found.table for found in seen.values()}):
+            tally.fail(f"{artifact.directory}: table {name} is used by no layer")
+    _check_residual(artifact, values, tally)
+    check_report(artifact, readable, tally)
+    check_name(artifact, readable, tally)
+    check_hashes(artifact, pool, tally, entries=values)
     _check_directory(artifact, tally)
     misfits = _check_shapes(artifact, expected, readable, tally) if expected is not None else set()
-    return Readable(tuple(readable), frozenset(misfits))
+    return Readable({key: seen[key].kind for key in readable}, frozenset(misfits))
 
 
-def _check_layers(artifact: Artifact, tally: Tally, step: Step) -> dict[str, LayerRecord]:
-    """Take every layer apart: entries, lengths, geometry, finite scales. Returns what each is, by key."""
-    readable: dict[str, LayerRecord] = {}
-    used: set[str] = set()
-    keys = artifact.keys()
-    for key in keys:
-        tally.count("layers")
-        try:
-            weight, _ = artifact.weight(key), artifact.bias(key)
-        except ArctoolError as error:
-            tally.fail(str(error))
-        else:
-            if isinstance(weight, DenseTensor):
-                _check_finite(artifact, weight, f"{key}.weight", tally)
-            nbytes = sum(entry.nbytes for entry in artifact.entries(key).values())
-            bits = weight.stored_bits / math.prod(weight.shape)
-            readable[key] = LayerRecord(key, weight.shape, weight.label, nbytes, bits)
-            if isinstance(weight, TrellisTensor) and weight.codebook.kind == "table":
-                used.add(table_name(weight.codebook.digest))
-        step()
-    if len(readable) == len(keys):
-        for name in sorted(set(artifact.table_names()) - used):
-            tally.fail(f"{artifact.directory}: table {name} is used by no layer")
-    return readable
+def _look_at(artifact: Artifact, values: bool, key: str) -> _Seen:
+    """Take one layer apart: entries, lengths, geometry and, with `values`, finite scales and weights."""
+    faults: tuple[str, ...] = ()
+    try:
+        weight, bias = artifact.weight(key) if values else artifact.form(key), artifact.bias(key)
+    except ArctoolError as error:
+        return _Seen(faults=(str(error),))
+    if values and isinstance(weight, DenseTensor):
+        # The layer stays readable: its other faults are still looked for.
+        faults = _not_finite(weight, f"{artifact.directory}: {key}.weight")
+    nbytes = sum(entry.nbytes for entry in artifact.entries(key).values())
+    record = LayerRecord(key, weight.shape, weight.label, nbytes, weight.stored_bits / math.prod(weight.shape))
+    table = table_name(weight.codebook.digest) if isinstance(weight, TrellisTensor) and weight.codebook.kind == "table" else None
+    kind = type(weight)
+    del weight, bias
+    artifact.release(key)
+    return _Seen(record, kind, table, faults)
 
 
-def _check_residual(artifact: Artifact, tally: Tally) -> None:
+def _not_finite(tensor: DenseTensor, where: str) -> tuple[str, ...]:
+    """An infinity or NaN in one weight is one in every answer."""
+    try:
+        tensor.check_values(where)
+    except FormatError as error:
+        return (str(error),)
+    return ()
+
+
+def _check_residual(artifact: Artifact, values: bool, tally: Tally) -> None:
     for name in artifact.residual_names():
         tally.count("residual tensors")
         try:
-            _check_finite(artifact, artifact.residual(name), name, tally)
+            tensor = artifact.residual(name)
         except ArctoolError as error:
             tally.fail(str(error))
-
-
-def _check_finite(artifact: Artifact, tensor: DenseTensor, name: str, tally: Tally) -> None:
-    """An infinity or NaN in one weight is one in every answer. The layer stays readable: its other faults are still looked for."""
-    try:
-        check_finite(tensor, f"{artifact.directory}: {name}")
-    except FormatError as error:
-        tally.fail(str(error))
-
-
-def _without_report(artifact: Artifact, tally: Tally) -> None:
-    message = f"{artifact.directory}: no {REPORT_NAME}, so no hash could be checked"
-    if artifact.shards[0].header.metadata.get("uqff.producer") == "arctool":
-        tally.fail(f"{message}; arctool always writes one: it was removed")
-    else:
-        tally.note(message)
-
-
-def _check_report(artifact: Artifact, report: Report, readable: Mapping[str, LayerRecord], tally: Tally) -> None:
-    """Our own report must be what we would write for these bytes; a foreign one must name the layers and shapes that are there."""
-    where = f"{artifact.directory / REPORT_NAME}"
-    if len(readable) != len(artifact.keys()):
-        return  # an unreadable layer has failed already, and the report cannot be rebuilt without it
-    if report.bake is not None:
-        claimed = parse_json(read_text(artifact.directory, REPORT_NAME), where)
-        for difference in _differences(claimed, _rebuilt(artifact, report, readable).to_json(), ""):
-            tally.fail(f"{where}: {difference}")
-        tally.count("report fields", _leaves(claimed))
-        return
-    output = artifact.output
-    if output is None:
-        return
-    if output.layer_count != len(readable) or sum(output.actual_counts.values()) != len(readable):
-        tally.fail(f"{where}: claims {output.layer_count} layers in {dict(output.actual_counts)}, the shards hold {len(readable)}")
-    for layer in output.layers:
-        tally.count("report layers")
-        found = readable.get(layer.module)
-        if found is None or found.shape != layer.shape:
-            tally.fail(f"{where}: {layer.module} is claimed as {list(layer.shape)}, found {list(found.shape) if found else 'no layer'}")
-
-
-def _rebuilt(artifact: Artifact, report: Report, readable: Mapping[str, LayerRecord]) -> Report:
-    """The report that the writer would give these bytes; what only the baker knows is taken from `report`."""
-    known = {} if artifact.output is None else {layer.module: layer.details for layer in artifact.output.layers}
-    layers = tuple(replace(layer, details=known.get(key, layer.details)) for key, layer in readable.items())
-    quant = report.bake.rung if report.bake is not None else report.outputs[0].quant
-    metadata = artifact.shards[0].header.metadata
-    return replace(
-        report,
-        tool=metadata.get("uqff.producer", "nothing"),
-        tool_version=metadata.get("arctool.version"),
-        uqff_version=".".join(map(str, artifact.version)),
-        outputs=(make_output(quant, tuple(shard.path.name for shard in artifact.shards), layers),),
-    )
-
-
-def _differences(claimed: Any, found: Any, at: str) -> Iterator[str]:
-    """Where two JSON values differ, by path."""
-    if isinstance(claimed, dict) and isinstance(found, dict):
-        for key in sorted(claimed.keys() | found.keys()):
-            yield from _differences(claimed.get(key), found.get(key), f"{at}.{key}" if at else key)
-    elif isinstance(claimed, list) and isinstance(found, list) and len(claimed) == len(found):
-        for index, (left, right) in enumerate(zip(claimed, found, strict=True)):
-            yield from _differences(left, right, f"{at}[{index}]")
-    elif claimed != found:
-        yield f"{at}: the report claims {str(claimed)[:80]}, the artifact has {str(found)[:80]}"
-
-
-def _leaves(value: Any) -> int:
-    if isinstance(value, dict | list):
-        return sum(map(_leaves, value.values() if isinstance(value, dict) else value))
-    return 1
-
-
-def _check_hashes(artifact: Artifact, hashes: Hashes, tally: Tally) -> None:
-    """SHA-256 of every entry, every shard's header and every other file, both ways: nothing altered, missing or added."""
-    found = {}
-    for shard in artifact.shards:
-        for name in shard.header.tensors:
-            found[name] = hashlib.sha256(shard.entry(name).raw.data).hexdigest()
-    _compare("entry", hashes.entries, found, tally)
-    _compare("header of", hashes.headers, {shard.path.name: shard.header_sha256() for shard in artifact.shards}, tally)
-    files = {}
-    for name in (RESIDUAL_NAME, CONFIG_NAME, *artifact.assets):
-        files[name] = hash_file(artifact.directory / name)
-    _compare("file", hashes.files, files, tally)
-
-
-def _compare(what: str, claimed: Mapping[str, str], found: Mapping[str, str], tally: Tally) -> None:
-    for name in sorted(claimed.keys() | found.keys()):
-        tally.count("hashes")
-        if name not in found:
-            tally.fail(f"{what} {name}: listed in {REPORT_NAME} but not in the artifact")
-        elif name not in claimed:
-            tally.fail(f"{what} {name}: in the artifact but not listed in {REPORT_NAME}")
-        elif claimed[name] != found[name]:
-            tally.fail(f"{what} {name}: SHA-256 {found[name]} is not the {claimed[name]} of {REPORT_NAME}; the bytes were altered")
+        else:
+            for fault in _not_finite(tensor, f"{artifact.directory}: {name}") if values else ():
+                tally.fail(fault)
 
 
 def _check_directory(artifact: Artifact, tally: Tally) -> None:
@@ -204,7 +146,10 @@ def _check_directory(artifact: Artifact, tally: Tally) -> None:
 def _check_shapes(
     artifact: Artifact, expected: Mapping[str, tuple[int, ...]], readable: Mapping[str, LayerRecord], tally: Tally
 ) -> set[str]:
-    """Every tensor of the model is there in its shape, and no layer is there that the model lacks. Returns the keys of those that fail."""
+    """Every tensor of the model is there in its shape, and no layer or bias is there that the model lacks.
+
+    Returns the keys of the layers that fail.
+    """
     misfits = set()
     unreadable = set(artifact.keys()) - set(readable)
     for name, shape in expected.items():
@@ -226,11 +171,14 @@ def _check_shapes(
     for key in sorted(set(artifact.keys()) - known):
         tally.fail(f"{artifact.directory}: layer {key} is no part of the model that {CONFIG_NAME} describes")
         misfits.add(key)
+    for key in sorted(set(readable) & known):
+        if f"{key}.bias" not in expected and f"{key}.bias" in artifact.entries(key):
+            tally.fail(f"{artifact.directory}: {key}.bias: {CONFIG_NAME} implies no such bias; the model would be another one")
     return misfits
 
 
 def _shape(artifact: Artifact, key: str, *, bias: bool) -> tuple[int, ...] | None:
     if not bias:
-        return artifact.weight(key).shape
+        return artifact.form(key).shape
     found = artifact.bias(key)
     return None if found is None else found.shape

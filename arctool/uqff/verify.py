@@ -1,14 +1,18 @@
 """`verify`: can this artifact be trusted? Four questions, each answered with counts and the first differences.
 
 Is the container sound; does every implementation decode to the oracle's bits; are the tables the ones that ship; how far is each
-layer from its source. Nothing is printed; an artifact that fails is a report, not an exception. Memory holds one block of rows
-(question 2) or one layer (question 4) at a time. The room knows no kernels: implementations are handed in.
+layer from its source. Nothing is printed; an artifact that fails is a report, not an exception. Memory holds a few blocks of rows,
+whatever the artifact's size, and the pages that were read are given back. The room knows no kernels: implementations are handed in.
 """
 
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final, Protocol
 
@@ -17,13 +21,13 @@ from numpy.typing import NDArray
 
 from arctool.errors import ArctoolError, FormatError, UsageError
 from arctool.quant.codebooks import SHIPPED_TABLES, SUM2_SHA256, Codebook, ShippedTable
-from arctool.quant.tensor import DenseTensor, GgmlTensor, PackedTensor, TrellisTensor, Weight
+from arctool.quant.tensor import DenseTensor, PackedTensor, TrellisTensor, Weight
 from arctool.quant.trellis import Geometry
 from arctool.uqff.answers import Answer, Coverage, LayerError, Tally, VerifyReport
 from arctool.uqff.comparison import Decoder, compare_layer, obstacle
-from arctool.uqff.distance import rate_limit, relative_error
+from arctool.uqff.distance import bit_limit, relative_error, worst_rounding
 from arctool.uqff.reader import Artifact, open_artifact
-from arctool.uqff.soundness import check_container
+from arctool.uqff.soundness import Readable, check_container
 
 LOSS_FACTOR: Final = 4.0
 """A trellis layer may have this much of its rate's limit 2^(−2·bits) as error: more is the loss of a whole bit, so a wrong layer."""
@@ -31,9 +35,6 @@ LOSS_FACTOR: Final = 4.0
 CALIBRATED_ERROR: Final = 0.9
 """A calibrated layer is searched under what it sees, and may leave its weights where nothing is seen: its relative error can pass the
 rate's by far. A matrix of zeros has 1, one that has nothing to do with the layer 2."""
-
-DENSE_ERROR: Final = 2.0**-16
-"""Relative error allowed to a tensor stored as bf16 or f32: rounding to 8 significant bits stays below 2^-18."""
 
 QUESTIONS: Final = ("container", "implementations", "tables", "source")
 
@@ -62,11 +63,14 @@ def verify(
     config_error: str | None = None,
     progress: Progress | None = None,
     shipped: Mapping[str, ShippedTable] = SHIPPED_TABLES,
+    fast: bool = False,
+    jobs: int | None = None,
 ) -> VerifyReport:
     """Ask the four questions of the artifact at `path` and report.
 
     `expected`: shapes of the model's tensors by full name or module path; `config_error`: why the artifact's config gives none, which
-    fails the container. `tables`: remakes a shipped table where that is cheap.
+    fails the container. `tables`: remakes a shipped table where that is cheap. `fast`: the container alone, by its headers and text
+    files: no data is read, so that no size takes long. `jobs`: threads, by default the cores; they change no verdict.
     Raises StorageError or UsageError only where `path` is no artifact to be asked.
     """
     container = Tally("container")
@@ -74,24 +78,25 @@ def verify(
         artifact = open_artifact(path)
     except FormatError as error:
         container.fail(str(error))
-        rest = [_not_reached(question) for question in QUESTIONS[1:]]
-        return VerifyReport(str(path), container.answer(), rest[0], rest[1], rest[2])
-    with artifact:
+        rest = [_not_asked(question, "the container could not be opened") for question in QUESTIONS[1:]]
+        return VerifyReport(str(path), container.answer(), rest[0], rest[1], rest[2], fast=fast)
+    with artifact, ThreadPoolExecutor(jobs or os.cpu_count() or 1) as pool:
         if config_error is not None:
             container.fail(config_error)
-        readable = check_container(artifact, expected, container, _stepper(progress, "container", len(artifact.keys())))
-        keys = list(readable.keys)
-        weights = {key: type(artifact.weight(key)) for key in keys}
-        packed = [key for key in keys if weights[key] is not DenseTensor]
-        compared, coverage = _check_implementations(artifact, packed, readable.misfits, tuple(implementations), progress)
-        known = _check_tables(artifact, [key for key in keys if weights[key] is TrellisTensor], shipped, tables)
-        against, errors = _check_source(artifact, keys, source, progress)
+        step = _stepper(progress, "container", len(artifact.keys()))
+        readable = check_container(artifact, expected, container, step, pool, values=not fast)
+        if fast:
+            rest = [_not_asked(question, "only headers were read") for question in QUESTIONS[1:]]
+            return VerifyReport(str(path), container.answer(), rest[0], rest[1], rest[2], fast=True)
+        compared, coverage = _check_implementations(artifact, readable, tuple(implementations), progress, pool)
+        known = _check_tables(artifact, [key for key, kind in readable.weights.items() if kind is TrellisTensor], shipped, tables)
+        against, errors = _check_source(artifact, list(readable.keys), source, progress, pool)
     return VerifyReport(str(path), container.answer(), compared, known, against, coverage, errors)
 
 
-def _not_reached(question: str) -> Answer:
+def _not_asked(question: str, why: str) -> Answer:
     tally = Tally(question)
-    tally.note("not asked: the container could not be opened")
+    tally.note(f"not asked: {why}")
     return tally.answer(asked=False)
 
 
@@ -108,26 +113,29 @@ def _stepper(progress: Progress | None, question: str, total: int) -> Callable[[
 
 
 def _check_implementations(
-    artifact: Artifact, keys: list[str], misfits: frozenset[str], decoders: tuple[Decoder, ...], progress: Progress | None
+    artifact: Artifact, readable: Readable, decoders: tuple[Decoder, ...], progress: Progress | None, pool: Executor
 ) -> tuple[Answer, tuple[Coverage, ...]]:
-    """Every packed tensor but the `misfits`, by every implementation that accepts it, against the oracle, bit for bit."""
+    """Every packed tensor but the misfits, by every implementation that accepts it, against the oracle, bit for bit."""
     tally = Tally("implementations")
     if len({decoder.name for decoder in decoders}) != len(decoders):
         raise UsageError(f"implementations need different names, found {', '.join(decoder.name for decoder in decoders)}")
+    keys = [key for key, kind in readable.weights.items() if kind is not DenseTensor]
     step = _stepper(progress, "implementations", len(keys))
     totals = {decoder.name: Coverage(decoder.name, 0, 0, 0) for decoder in decoders}
     for key in keys:
         weight = _packed(artifact, key)
-        tally.count("trellis tensors" if isinstance(weight, TrellisTensor) else "GGML tensors")
+        tally.count("trellis tensors" if isinstance(weight, TrellisTensor) else "block tensors")
         takers = [decoder for decoder in decoders if decoder.accepts(weight)]
-        reason = obstacle(weight, key in misfits, bool(takers))
+        reason = obstacle(weight, key in readable.misfits, bool(takers))
         if reason:
             takers = []
             tally.fail(f"{key}: {reason}, so nothing was compared")
-        for decoder, (compared, differing) in compare_layer(key, weight, takers, tally).items():
+        for decoder, (compared, differing) in compare_layer(key, weight, takers, tally, pool).items():
             seen = totals[decoder]
             totals[decoder] = Coverage(decoder, seen.tensors + 1, seen.weights + compared, seen.differing + differing)
         tally.count("tensors compared", int(bool(takers)))
+        del weight
+        artifact.release(key)
         step()
     for coverage in totals.values():
         tally.count(f"weights by {coverage.implementation}", coverage.weights)
@@ -136,7 +144,7 @@ def _check_implementations(
 
 def _packed(artifact: Artifact, key: str) -> PackedTensor:
     """A layer that is known to be packed; the container was checked before."""
-    weight = artifact.weight(key)
+    weight = artifact.form(key)
     if isinstance(weight, DenseTensor):
         raise FormatError(f"{key}: changed to {weight.label} while it was verified")
     return weight
@@ -144,7 +152,7 @@ def _packed(artifact: Artifact, key: str) -> PackedTensor:
 
 def _trellis(artifact: Artifact, key: str) -> TrellisTensor:
     """A layer that is known to be a trellis."""
-    weight = artifact.weight(key)
+    weight = artifact.form(key)
     if not isinstance(weight, TrellisTensor):
         raise FormatError(f"{key}: changed from a trellis to {weight.label} while it was verified")
     return weight
@@ -197,7 +205,7 @@ def _digest(table: NDArray) -> str:
 
 
 def _check_source(
-    artifact: Artifact, keys: list[str], source: Source | None, progress: Progress | None
+    artifact: Artifact, keys: list[str], source: Source | None, progress: Progress | None, pool: Executor
 ) -> tuple[Answer, tuple[LayerError, ...]]:
     """How far every layer, bias and residual weight is from the source."""
     tally = Tally("source")
@@ -208,44 +216,56 @@ def _check_source(
     report = artifact.report
     calibrated = report is not None and report.bake is not None and report.bake.calibration is not None
     errors: list[LayerError] = []
-    for key in names:
-        try:
-            errors.append(_layer_error(key, artifact.weight(key), source.weight(key), calibrated))
-            _check_bias(key, artifact.bias(key), source.bias(key), tally)
-        except ArctoolError as error:
-            tally.fail(f"{key}: {error}")
-        else:
-            _judge(errors[-1], tally)
+    for key, found in zip(names, pool.map(partial(_compare_with, artifact, source, calibrated), names), strict=True):
+        for fault in found.faults:
+            tally.fail(f"{key}: {fault}")
+        if found.error is not None:
+            errors.append(found.error)
+            _judge(found.error, tally)
         tally.count("tensors compared")
+        tally.count("biases compared", int(found.bias))
         step()
     return tally.answer(), tuple(errors)
+
+
+@dataclass(frozen=True)
+class _Compared:
+    """One tensor against the source: its error unless it could not be compared, what is wrong, whether both have a bias."""
+
+    error: LayerError | None
+    faults: tuple[str, ...] = ()
+    bias: bool = False
+
+
+def _compare_with(artifact: Artifact, source: Source, calibrated: bool, key: str) -> _Compared:
+    error = None
+    try:
+        error = _layer_error(key, artifact.form(key), source.weight(key), calibrated)
+        stored, original = artifact.bias(key), source.bias(key)
+    except ArctoolError as fault:
+        return _Compared(error, (str(fault),))
+    finally:
+        artifact.release(key)
+    if stored is None or original is None:
+        missing = (f"the {'artifact' if original is None else 'source'} has a bias, the other has not",)
+        return _Compared(error, () if stored is original else missing)
+    return _Compared(error, () if np.array_equal(stored, original) else ("the bias is not the source's",), True)
 
 
 def _layer_error(key: str, stored: Weight, original: Weight, calibrated: bool) -> LayerError:
     if stored.shape != original.shape:
         raise FormatError(f"stored as {list(stored.shape)}, the source has {list(original.shape)}")
-    return LayerError(key, stored.label, relative_error(stored.dense(), original.dense()), *_limits(stored, calibrated))
+    return LayerError(key, stored.label, relative_error(stored, original), bit_limit(stored), plausible_error(stored, calibrated))
 
 
-def _limits(stored: Weight, calibrated: bool) -> tuple[float | None, float]:
-    """(2^(−2·bits) of the rate, None for a dense tensor; the most error that is plausible)."""
-    if isinstance(stored, TrellisTensor):
-        limit = rate_limit(stored.geometry.bits_per_weight)
-        return limit, max(LOSS_FACTOR * limit, CALIBRATED_ERROR if calibrated else 0.0)
-    if isinstance(stored, GgmlTensor):
-        return rate_limit(stored.type.bits_per_weight), stored.type.worst_error
-    return None, DENSE_ERROR
+def plausible_error(stored: Weight, calibrated: bool) -> float:
+    """The most relative error that a layer of the source can have, stored so."""
+    limit = bit_limit(stored)
+    if isinstance(stored, TrellisTensor) and limit is not None:
+        return max(LOSS_FACTOR * limit, CALIBRATED_ERROR if calibrated else 0.0)
+    return worst_rounding(stored)
 
 
 def _judge(error: LayerError, tally: Tally) -> None:
     if not error.relative_error <= error.plausible:
         tally.fail(f"{error.key}: relative error {error.relative_error:.4g} of {error.label}, at most {error.plausible:.4g} is plausible")
-
-
-def _check_bias(key: str, stored: NDArray[np.float32] | None, original: NDArray[np.float32] | None, tally: Tally) -> None:
-    if (stored is None) != (original is None):
-        tally.fail(f"{key}: the {'artifact' if original is None else 'source'} has a bias, the other has not")
-    elif stored is not None and original is not None:
-        tally.count("biases compared")
-        if not np.array_equal(stored, original):
-            tally.fail(f"{key}: the bias is not the source's")

@@ -18,7 +18,7 @@ from arctool.errors import FormatError, UsageError
 from arctool.quant.tensor import DenseTensor, TrellisTensor, Weight
 from arctool.uqff.discovery import CONFIG_NAME, RESIDUAL_NAME, SHADOWS, sanitised
 from arctool.uqff.entries import Entry, entry_of, scalar_entry, split_name
-from arctool.uqff.families import check_finite, encode, table_entry, table_name
+from arctool.uqff.families import encode
 from arctool.uqff.files import hash_file, write_file
 from arctool.uqff.header import check_json
 from arctool.uqff.report import (
@@ -35,6 +35,7 @@ from arctool.uqff.report import (
 )
 from arctool.uqff.spool import Spool
 from arctool.uqff.staging import Staging, check_target, recover
+from arctool.uqff.wire.tables import table_entry, table_name
 
 SHARD_BYTES: Final = 10 << 30
 """Bytes of data after which a new shard begins, as upstream does; a larger single layer makes an oversize shard."""
@@ -129,7 +130,7 @@ class ArtifactWriter:
             raise FormatError(f"{name}: belongs to layer {split[0]}; give its bias with the layer")
         if not name or not name.isprintable() or len(name) > 512 or name == "__metadata__":
             raise FormatError(f"{name[:80]!r} is not a tensor name: expected 1 to 512 printable characters")
-        check_finite(tensor, name)
+        tensor.check_values(name)
         dtype = "BF16" if tensor.data.dtype == np.uint16 else "F32"
         self._opened(self._residual).add(entry_of(name, dtype, tensor.data))
 

@@ -1,0 +1,64 @@
+"""The weights of one stored tensor in the basis of the model, a run of rows at a time: what lets a tensor of any size be measured.
+
+A tensor of any rank is seen as a matrix: its last axis is a row, all axes before it count the rows. One of rank 1 has a value a row.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from arctool.quant.tensor import DenseTensor, TrellisTensor, Weight
+
+CHUNK_WEIGHTS: Final = 1 << 20
+"""Weights that are decoded at a time; the oracle needs some tens of bytes for each."""
+
+
+def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
+    """(rows, weights of a row) of a tensor: [E, out, in] has E·out rows, [n] has n rows of one value."""
+    if len(shape) < 2:
+        return math.prod(shape), 1
+    return math.prod(shape[:-1]), shape[-1]
+
+
+def grain(weight: Weight) -> int:
+    """Rows that can only be decoded together: a block of a rotation that mixes them, a whole matrix of a packed stack."""
+    if isinstance(weight, TrellisTensor):
+        return 1 if weight.rotation is None else weight.rotation.block_out
+    return 1 if isinstance(weight, DenseTensor) else max(1, math.prod(weight.shape[1:-1]))
+
+
+def run_length(*weights: Weight) -> int:
+    """Rows of a chunk of about `CHUNK_WEIGHTS` that suits all `weights`, which have one shape."""
+    together = math.lcm(*map(grain, weights))
+    width = max(1, matrix_shape(weights[0].shape)[1])
+    return max(1, CHUNK_WEIGHTS // (width * together)) * together
+
+
+def chunks(weight: Weight, rows: int) -> Iterator[tuple[int, NDArray[np.float32]]]:
+    """(first row, weights f32 [≤ rows, width]) from the first row to the last: together exactly `weight.dense()`.
+
+    `rows`: a multiple of `grain(weight)`, as `run_length` gives it.
+    """
+    count, width = matrix_shape(weight.shape)
+    for start in range(0, count if width else 0, rows):
+        with np.errstate(over="ignore", invalid="ignore"):  # a hostile tensor's infinities are for the reader of the values to count
+            values = _run(weight, start, min(rows, count - start))
+        yield start, values.reshape(-1, width)
+
+
+def _run(weight: Weight, start: int, count: int) -> NDArray[np.float32]:
+    which = slice(start, start + count)
+    if isinstance(weight, DenseTensor):
+        return DenseTensor(weight.data.reshape(matrix_shape(weight.shape))).rows(which).dense()
+    if isinstance(weight, TrellisTensor):
+        rotated = weight.rows(which).decode()
+        rotation = weight.rotation
+        return rotated if rotation is None else replace(rotation, signs_out=rotation.signs_out[which]).restore(rotated)
+    each = grain(weight)
+    return weight.rows(slice(start // each, (start + count) // each)).dense()
