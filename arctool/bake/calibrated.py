@@ -169,7 +169,7 @@ class CalibratedLayers:
             task = self._tasks[linear.key]
             weight: Weight
             if not searched(task.choice.rung):
-                weight = store_directly(self._bench.checkpoint, task.spec, task.choice.rung).weight
+                weight = store_directly(self._bench.checkpoint, task.spec, task.choice.rung, self._bench.pool).weight
             else:
                 known = kept[linear.key]
                 found = Found(known, True) if known is not None else Found(self._bench.search(task, seen), False)

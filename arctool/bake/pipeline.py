@@ -133,7 +133,7 @@ def bake(
         return BakeResult(output, finished, len(tasks), time.monotonic() - began, checkpoint.ignored)
     check_free(output, overwrite)
     reading = plan_measurement(checkpoint, measured, calibrating is not None)
-    writer = ArtifactWriter(output, "model", config=checkpoint.config_json, assets=checkpoint.assets, overwrite=overwrite)
+    writer = ArtifactWriter(output, recipe.default, config=checkpoint.config_json, assets=checkpoint.assets, overwrite=overwrite)
     resumed = 0
     with journal:
         with interruptible(journal, tasks), writer:
@@ -178,7 +178,7 @@ def baked_tensors(
                 found: Found | None = None
                 weight: Weight
                 if not searched(name):
-                    stored = store_directly(checkpoint, spec, name)
+                    stored = store_directly(checkpoint, spec, name, pool)
                     weight, error = stored.weight, stored.relative_error
                 else:
                     follows = layers is not None and spec.role in (Role.LINEAR, Role.HEAD)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from arctool.bake.choices import searched, stored_bytes
+from arctool.bake.choices import ALIASES, AS_IS, CHOICES, searched, stored_bytes
 from arctool.bake.recipe import Choice, Recipe
 from arctool.bake.source.checkpoint import Checkpoint
+from arctool.errors import UsageError
 from arctool.quant.hadamard import Rotation
 from arctool.run.models.spec import Role, TensorSpec
 
@@ -26,7 +27,22 @@ def plan(checkpoint: Checkpoint, recipe: Recipe) -> tuple[Task, ...]:
     recipe.check(checkpoint.specs)
     specs = [spec for spec in checkpoint.specs if spec.role is not Role.BIAS]
     layers = checkpoint.config.num_layers
-    return tuple(Task(index, spec, recipe.choose(spec, layers)) for index, spec in enumerate(specs))
+    return tuple(Task(index, spec, _settled(recipe.choose(spec, layers), checkpoint, spec)) for index, spec in enumerate(specs))
+
+
+def _settled(choice: Choice, checkpoint: Checkpoint, spec: TensorSpec) -> Choice:
+    """The choice with `as-is` replaced by the type that the source has. Raises UsageError for one that an artifact cannot hold."""
+    if choice.rung != AS_IS:
+        return choice
+    stored = checkpoint.stored_dtype(spec.name)
+    name = stored.lower()
+    name = ALIASES.get(name, name)
+    if name not in CHOICES:
+        raise UsageError(
+            f"{checkpoint.file(spec.name)}: {spec.name} is stored as {stored}, which no artifact can hold {AS_IS}; "
+            f"choose another type, such as --isq q8_0"
+        )
+    return replace(choice, rung=name, reason=f"{AS_IS}: {choice.reason}")
 
 
 def bake_rotation(spec: TensorSpec, seed: int) -> Rotation:

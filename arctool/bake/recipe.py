@@ -3,17 +3,18 @@
     default: {isq: qtip3}          # linear layers; else the choice of the command line
     embedding: qtip4b              # what the token table gets, and
     head: bf16                     # the head where it is not the table itself: q8_0 if the file does not say
-    fallback: bf16                 # for a linear layer whose width a choice cannot take (bf16 is the default)
+    fallback: qtip4                # for a linear layer that a choice cannot take (auto: a K-quant's narrower kin, else bf16)
     0-8: {isq: qtip4}              # layers 0 to 7: as in a mistral.rs topology the end is exclusive
     31: {isq: bf16}
     rules:
       - {match: "*.v_proj", layers: "0-4", isq: qtip4b}
       - {match: "*.down_proj", skip: true}
 
-A choice is a trellis rung, `q8_0` or `bf16`. Order: default, then ranges, then `embedding` and `head`, then rules; where several apply the
-later in the file wins. (mistral.rs lets the range with the higher end win; a file whose ranges do not overlap means the same to both.)
-`default`, ranges and a rule for "*" are for linear layers. Embedding and head get what their key or a rule that names them says, else q8_0,
-or bf16 in a recipe whose default is bf16: it quantises nothing unasked. Norms stay as they are. Knows tensors by name, role and shape.
+A choice is a trellis rung, a GGML type, `fp8`, a plain type, or `as-is` (`choices`). Order: default, then ranges, then `embedding` and
+`head`, then rules; where several apply the later in the file wins. (mistral.rs lets the range with the higher end win; a file whose ranges
+do not overlap means the same to both.) `default`, ranges and a rule for "*" are for linear layers. Embedding and head get what their key or
+a rule that names them says, else q8_0; in a recipe whose default quantises nothing they get that default too. Norms stay as they are.
+Knows tensors by name, role and shape.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from typing import Any
 
 import yaml
 
-from arctool.bake.choices import KEEP, choice, misfit
+from arctool.bake.choices import AS_IS, AUTO, KEEP, PLAIN, choice, fallback_of, misfit
 from arctool.errors import UsageError
 from arctool.quant.ggml import Q8_0
 from arctool.run.models.spec import EMBEDDING_KEY, HEAD_KEY, Role, TensorSpec
@@ -46,7 +47,7 @@ MAX_LAYER = 100_000
 
 @dataclass(frozen=True)
 class Choice:
-    """What a tensor gets: a rung's name, `q8_0` or `bf16`, why, and in place of which choice that its width cannot take, if of one."""
+    """What a tensor gets: the name of a choice, why, and in place of which choice that it cannot take, if of one."""
 
     rung: str
     reason: str
@@ -81,14 +82,14 @@ class Rule:
 
 @dataclass(frozen=True)
 class Recipe:
-    """Rules in order of rising precedence. `fallback` serves linear layers whose width a choice cannot take.
+    """Rules in order of rising precedence. `fallback` serves linear layers that a choice cannot take; `AUTO` depends on that choice.
 
     `vocabulary`: what embedding and head get where no rule names them.
     """
 
     default: str
     rules: tuple[Rule, ...] = ()
-    fallback: str = KEEP
+    fallback: str = AUTO
     vocabulary: str = Q8_0.name
 
     @classmethod
@@ -110,7 +111,7 @@ class Recipe:
         linear = spec.role is Role.LINEAR
         wanted = (self.default if linear else self.vocabulary) if rule is None else rule.rung
         reason = ("default" if linear else f"default of the {spec.role.value}") if rule is None else rule.where
-        return _fitting(wanted, reason, spec.shape[-1], self.fallback if linear else KEEP)
+        return _fitting(wanted, reason, spec, self.fallback if linear else AUTO)
 
     def check(self, specs: Iterable[TensorSpec]) -> None:
         """Raise UsageError for a rule that names nothing in the model, or nothing that can be quantised, or a layer it does not have."""
@@ -120,7 +121,7 @@ class Recipe:
             roles = {spec.role for spec in specs if rule.applies(spec)} - {Role.BIAS}
             if rule.match == HEAD_KEY and not roles:
                 raise UsageError(f"{rule.where}: the model has no {HEAD_KEY}: its head is its embedding; say embedding: {rule.rung}")
-            if rule.rung != KEEP and roles and not roles & {Role.LINEAR, *VOCABULARY}:
+            if rule.rung not in (*PLAIN, AS_IS) and roles and not roles & {Role.LINEAR, *VOCABULARY}:
                 raise UsageError(f"{rule.where}: matches nothing to quantise; {', '.join(r.value for r in roles)} is not quantised")
             if not roles:
                 raise UsageError(f"{rule.where}: matches no tensor of the model; names look like {specs[0].key}, {_example(specs)}")
@@ -132,18 +133,19 @@ class Recipe:
 
 
 def vocabulary_default(default: str) -> str:
-    """What embedding and head get beside linear layers that get `default`: 8 bits, and nothing where nothing is quantised."""
-    return KEEP if default == KEEP else Q8_0.name
+    """What embedding and head get beside linear layers that get `default`: 8 bits, and the same where nothing is quantised anew."""
+    return default if default in (*PLAIN, AS_IS) else Q8_0.name
 
 
-def _fitting(wanted: str, reason: str, in_features: int, fallback: str) -> Choice:
-    """`wanted` where rows of `in_features` weights can be stored so, else `fallback`, else bf16, and why."""
-    why = misfit(wanted, in_features)
+def _fitting(wanted: str, reason: str, spec: TensorSpec, fallback: str) -> Choice:
+    """`wanted` where `spec` can be stored so, else `fallback`, else bf16, and why."""
+    why = misfit(wanted, spec.shape[-1], spec.biased)
     if not why:
         return Choice(wanted, reason)
-    also = misfit(fallback, in_features)
+    second = fallback_of(wanted) if fallback == AUTO else fallback
+    also = misfit(second, spec.shape[-1], spec.biased)
     if not also:
-        return Choice(fallback, f"fallback: {why}", wanted)
+        return Choice(second, f"fallback: {why}", wanted)
     return Choice(KEEP, f"fallback: {why}; {also}", wanted)
 
 
@@ -153,7 +155,7 @@ class RecipeFile:
 
     default: str | None = None
     rules: tuple[Rule, ...] = ()
-    fallback: str = KEEP
+    fallback: str = AUTO
 
     def over(self, default: str) -> Recipe:
         """The recipe, with `default` where the file names none."""
@@ -169,7 +171,7 @@ def load_recipe(path: Path, default: str) -> Recipe:
 def read_recipe(path: Path) -> RecipeFile:
     """The YAML file at `path`. Raises UsageError naming file and key for anything that is not exactly the form above."""
     document = _read(path)
-    default, fallback = None, KEEP
+    default, fallback = None, AUTO
     ranges: list[Rule] = []
     tables: list[Rule] = []
     rules: list[Rule] = []
@@ -178,7 +180,7 @@ def read_recipe(path: Path) -> RecipeFile:
         if key == "default":
             default = _isq(value, where)
         elif key == "fallback":
-            fallback = choice(value, where)
+            fallback = AUTO if value == AUTO else _fallback(value, where)
         elif key in VOCABULARY_KEYS:
             tables.append(Rule(where, choice(value, where), VOCABULARY_KEYS[key]))
         elif key == "rules":
@@ -260,6 +262,14 @@ def _isq(value: object, where: str) -> str:
     if unknown or "isq" not in value:
         raise UsageError(f"{where}: expected the one key isq, found {', '.join(map(str, value)) or 'none'}")
     return choice(value["isq"], where)
+
+
+def _fallback(value: object, where: str) -> str:
+    """A choice that can stand in for another one."""
+    name = choice(value, where)
+    if name == AS_IS:
+        raise UsageError(f"{where}: {AS_IS} fits every layer, so it is no fallback; name a type, or {AUTO}")
+    return name
 
 
 def _layers(value: object, where: str) -> tuple[int, int]:

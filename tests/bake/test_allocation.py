@@ -23,12 +23,13 @@ from arctool.bake.budget.allocation import (
     uniform_bits,
     uniform_rung,
 )
-from arctool.bake.choices import CHOICES, LADDER, stored_bits
+from arctool.bake.choices import CHOICES, LADDER, misfit, stored_bits
 from arctool.bake.pipeline import bake_in_memory
 from arctool.bake.recipe import Recipe, Rule
 from arctool.bake.source.checkpoint import open_checkpoint
 from arctool.quant.bf16 import from_bf16, to_bf16
-from arctool.quant.ggml import Q8_0
+from arctool.quant.ggml import GGML_TYPES, Q8_0
+from arctool.quant.tensor import GgmlTensor
 from arctool.run.models.spec import Role, TensorSpec
 
 Table = list[list[float]]
@@ -140,12 +141,23 @@ def test_the_errors_of_the_ladder_are_those_of_the_readme_and_of_gaussian_rows()
 def test_what_a_layer_is_counted_at_is_what_its_tensor_says_it_stores(tiny_llama: Path) -> None:
     with open_checkpoint(str(tiny_llama)) as checkpoint:
         linear = [spec for spec in checkpoint.specs if spec.role is Role.LINEAR]
-        rules = tuple(Rule("test", name, spec.key) for name, spec in zip(CHOICES, linear, strict=False))
-        model = bake_in_memory(checkpoint, Recipe("bf16", rules))
-    given = {spec.key: name for name, spec in zip(CHOICES, linear, strict=False)}
-    assert len(given) == len(CHOICES) == 10
-    for spec in linear:
-        assert stored_bits(given.get(spec.key, "bf16"), spec.shape) == model.weight(spec.key).stored_bits
+        # Its widths are 64 and 96: no K-quant fits, and `as-is` is a type by another name.
+        names = [name for name in CHOICES if name != "as-is" and not misfit(name, 64)]
+        assert len(names) == len(CHOICES) - 6 == 17
+        half = len(names) // 2
+        models = []
+        for part in (names[:half], names[half:]):
+            rules = tuple(Rule("test", name, spec.key) for name, spec in zip(part, linear, strict=False))
+            models.append((part, bake_in_memory(checkpoint, Recipe("bf16", rules))))
+    for part, model in models:
+        for name, spec in zip(part, linear, strict=False):
+            assert stored_bits(name, spec.shape) == model.weight(spec.key).stored_bits, name
+
+
+def test_a_k_quant_is_counted_at_its_blocks() -> None:
+    weights = np.random.default_rng(0).standard_normal((3, 512)).astype(np.float32)
+    for name in ("q2k", "q3k", "q4k", "q5k", "q6k"):
+        assert stored_bits(name, (3, 512)) == GgmlTensor.encoded(GGML_TYPES[name], weights, name).stored_bits
 
 
 def layer_specs(layers: int, hidden: int = 64, inner: int = 96) -> list[TensorSpec]:

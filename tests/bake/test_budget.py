@@ -223,7 +223,7 @@ def test_where_the_mixed_bake_is_no_better_the_artifact_is_the_uniform_one_and_n
     assert (found.mixed.kl, found.uniform.kl) == (mixed if mixed < 1 else None, uniform if uniform < 1 else None)
     with open_checkpoint(str(tiny_llama)) as checkpoint:
         bake(checkpoint, tmp_path / "plain", Recipe.uniform("qtip2.25-v4"), calibration=calibration)
-    for name in ("model-0.uqff", "residual.safetensors"):
+    for name in ("qtip2.25-v4-0.uqff", "residual.safetensors"):
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "plain" / name).read_bytes()
     assert sorted(os.listdir(tmp_path)) == ["a", "plain"]
 

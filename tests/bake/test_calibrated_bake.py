@@ -327,7 +327,7 @@ def test_text_that_the_model_writes_itself_is_written_once_and_kept(
     assert said[0].startswith("sampling calibration text, ")
     assert "of 64 tokens" in said[0]
     baked(tiny_llama, tmp_path / "other")
-    assert tree(tmp_path / "other")["model-0.uqff"] != tree(tmp_path / "whole")["model-0.uqff"]
+    assert tree(tmp_path / "other")["qtip2-v4-0.uqff"] != tree(tmp_path / "whole")["qtip2-v4-0.uqff"]
 
     sampled = itertools.count()
     sample = pipeline.sample_windows

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from gguf import GGMLQuantizationType, quantize
+import torch
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quantize
 from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
@@ -95,17 +96,55 @@ def test_a_value_that_is_not_finite_is_refused() -> None:
         as_blocks(np.where(np.arange(64).reshape(2, 32) == 34, np.float32(np.inf), np.float32(1)), "w", Q8_0)
 
 
-@pytest.mark.parametrize("name", CHOICES)
+WIDTH = {"q2k": 256, "q3k": 256, "q4k": 256, "q5k": 256, "q6k": 256} | dict.fromkeys(("q4_0", "q4_1", "q5_0", "q5_1", "q8_0"), 32)
+"""Weights of a block."""
+
+PER_WEIGHT = {"bf16": 2, "f16": 2, "f32": 4, "fp8": 1}
+"""Bytes of the types that have no blocks."""
+
+
+@pytest.mark.parametrize("name", [name for name in CHOICES if name != "as-is"])
 def test_every_choice_knows_its_widths_and_its_bytes(name: str) -> None:
-    assert not misfit(name, 64)
-    if name == "bf16":
-        assert (searched(name), stored_bytes(name, (3, 64)), misfit(name, 1)) == (False, 3 * 64 * 2, "")
-    elif name == "q8_0":
-        assert (searched(name), stored_bytes(name, (3, 64))) == (False, Q8_0.encode(np.ones((3, 64), np.float32), "w").nbytes)
-        assert misfit(name, 48) == "48 inputs are not a multiple of q8_0's block of 32"
-    else:
+    if name in RUNGS:
         geometry = RUNGS[name].geometry
         packed = pack_symbols(np.zeros((3, 64 // geometry.v), np.int64), geometry)
         assert (searched(name), stored_bytes(name, (3, 64))) == (True, packed.nbytes + 3 * 4)
         assert bool(misfit(name, 65)) == (geometry.v > 1)
-    assert set(CHOICES) == {*RUNGS, "q8_0", "bf16"}
+        assert not misfit(name, 64)
+        return
+    assert not searched(name)
+    if name in PER_WEIGHT:
+        assert (stored_bytes(name, (3, 5)), misfit(name, 5)) == (15 * PER_WEIGHT[name], "")
+        return
+    block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[name.upper() if "_" in name else f"{name[:-1]}_k".upper()]]
+    assert block == WIDTH[name]
+    assert stored_bytes(name, (3, 512)) == 3 * 512 // block * block_bytes
+    assert not misfit(name, 512)
+    assert misfit(name, 48) == f"48 inputs are not a multiple of {name}'s block of {block}"
+
+
+def test_the_choices_are_the_rungs_and_the_types_of_the_readme() -> None:
+    assert set(CHOICES) == {*RUNGS, *WIDTH, *PER_WEIGHT, "as-is"}
+
+
+@pytest.mark.parametrize("name", ["f16", "f32"])
+def test_a_plain_type_keeps_every_value_that_it_can(stored: Callable[..., DirectTensor], name: str) -> None:
+    seen = []
+
+    def keep(values: NDArray[np.float32]) -> None:
+        values[...] = values.astype(np.float16)
+        seen.append(values.copy())
+
+    found = stored(keep, NAME, name)
+    assert len(np.unique(seen[0])) > 1000
+    assert found.weight.dense().tobytes() == seen[0].tobytes()
+    assert (found.weight.label, found.relative_error) == (name, None)
+
+
+def test_fp8_is_torchs_cast_under_one_scale(stored: Callable[..., DirectTensor]) -> None:
+    seen: list[NDArray[np.float32]] = []
+    found = stored(lambda values: seen.append(values.copy()), NAME, "fp8")
+    scale = np.abs(seen[0]).max() / np.float32(448)
+    want = torch.from_numpy(seen[0] / scale).to(torch.float8_e4m3fn).float().numpy() * scale
+    assert found.weight.dense().tobytes() == want.tobytes()
+    assert found.relative_error == pytest.approx(float(np.square(want - seen[0]).sum() / np.square(seen[0]).sum()), rel=1e-4)

@@ -36,7 +36,7 @@ def tree(directory: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in directory.iterdir()}
 
 
-@pytest.mark.parametrize("name", ["model-0.uqff", "residual.safetensors", "config.json", "tokenizer.json"])
+@pytest.mark.parametrize("name", ["qtip4-0.uqff", "residual.safetensors", "config.json", "tokenizer.json"])
 def test_a_damaged_artifact_is_not_called_finished_and_force_bakes_it_anew(tiny_llama: Path, tmp_path: Path, name: str) -> None:
     baked(tiny_llama, tmp_path / "a")
     whole = tree(tmp_path / "a")
@@ -107,10 +107,10 @@ def test_a_file_that_the_old_report_does_not_account_for_is_never_removed(tiny_l
 
 def test_a_folder_of_shards_without_a_report_is_not_replaced(tiny_llama: Path, tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
-    (tmp_path / "a" / "model-0.uqff").write_text("precious")
-    with pytest.raises(StorageError, match=r"model-0\.uqff and is no artifact"):
+    (tmp_path / "a" / "qtip4-0.uqff").write_text("precious")
+    with pytest.raises(StorageError, match=r"qtip4-0\.uqff and is no artifact"):
         baked(tiny_llama, tmp_path / "a", overwrite=True)
-    assert os.listdir(tmp_path / "a") == ["model-0.uqff"]
+    assert os.listdir(tmp_path / "a") == ["qtip4-0.uqff"]
 
 
 def test_an_old_artifact_whose_replacement_died_half_way_is_brought_back_first(tiny_llama: Path, tmp_path: Path) -> None:

@@ -168,7 +168,7 @@ def test_what_a_recipe_is_does_not_tell_where_it_was_written(tmp_path: Path) -> 
     text = '0-2: {isq: qtip4}\nrules: [{match: "*.v_proj.weight", layers: 3, skip: true}]\n'
     assert recipe(tmp_path, text).to_json() == {
         "default": "qtip2b",
-        "fallback": "bf16",
+        "fallback": "auto",
         "vocabulary": "q8_0",
         "rules": [{"rung": "qtip4", "match": "*", "first": 0, "end": 2}, {"rung": "bf16", "match": "*.v_proj", "first": 3, "end": 4}],
     }
@@ -228,7 +228,8 @@ def test_a_width_that_the_rung_cannot_take_falls_back_and_says_so(
         ("default: {}", ["default", "isq"]),
         ("0-2: {isq: qtip4b, device: cpu}", ["0-2", "device"]),
         ("0-2: null", ["0-2", "None"]),
-        ("fallback: q4k", ["fallback", "q4k"]),
+        ("fallback: q4m", ["fallback", "q4m"]),
+        ("fallback: as-is", ["fallback", "as-is fits every layer"]),
         ("fallback: [qtip3]", ["fallback", "qtip3"]),
         ("'/v_proj$/': {isq: qtip4b}", ["/v_proj$/", "rules"]),
         ("rules: {match: '*'}", ["rules", "list"]),
@@ -243,7 +244,7 @@ def test_a_width_that_the_rung_cannot_take_falls_back_and_says_so(
         ("rules: [{match: '*.v_proj', layers: 7, isq: qtip3b}]", ["rules[0]", "layer 7"]),
         ("rules: [{match: '*layernorm', isq: qtip4b}]", ["rules[0]", "matches nothing to quantise; norm is not"]),
         ("rules: [{match: 'model.embed_tokens', layers: 0, isq: q8_0}]", ["rules[0]", "matches no tensor"]),
-        ("embedding: q4_k", ["embedding", "unknown rung 'q4_k'", "q8_0, bf16"]),
+        ("embedding: q4_m", ["embedding", "unknown rung 'q4_m'", "q8_0, fp8, bf16"]),
         ("embedding: {isq: q8_0}", ["embedding", "isq", "qtip4b"]),
         ("head: null", ["head", "'None'"]),
         ("embeddings: q8_0", ["embeddings", "unknown key"]),
@@ -279,3 +280,42 @@ def test_a_head_may_be_named_to_stay_as_it_is(tmp_path: Path) -> None:
 def test_a_missing_recipe_is_refused_by_path(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"absent\.yaml: cannot be read"):
         load_recipe(tmp_path / "absent.yaml", "qtip2b")
+
+
+@pytest.mark.parametrize(
+    ("name", "width", "biased", "expected", "why"),
+    [
+        ("q4k", 512, False, "q4k", ""),
+        ("q2k", 96, False, "q4_0", "96 inputs are not a multiple of q2k's block of 256"),
+        ("q3k", 96, False, "q4_0", "block of 256"),
+        ("q4k", 96, False, "q4_1", "block of 256"),
+        ("q5k", 96, False, "q5_1", "block of 256"),
+        ("q6k", 96, False, "q8_0", "block of 256"),
+        ("q4k", 48, False, "bf16", "48 inputs are not a multiple of q4_1's block of 32"),
+        ("q8_0", 48, False, "bf16", "block of 32"),
+        ("fp8", 96, False, "fp8", ""),
+        ("fp8", 96, True, "q8_0", "mistral.rs cannot add a bias to an fp8 layer"),
+        ("fp8", 48, True, "bf16", "48 inputs are not a multiple of q8_0's block of 32"),
+        ("qtip2", 7, False, "bf16", "7 inputs are not a multiple of qtip2's V=2"),
+    ],
+)
+def test_a_layer_that_a_choice_cannot_take_gets_its_next_of_kin(name: str, width: int, biased: bool, expected: str, why: str) -> None:
+    spec = TensorSpec("model.layers.0.mlp.up_proj.weight", (8, width), Role.LINEAR, 0, biased)
+    found = Recipe.uniform(name).choose(spec, 1)
+    assert (found.rung, found.fallback) == (expected, bool(why))
+    assert why in found.reason
+
+
+def test_a_named_fallback_is_taken_at_its_word() -> None:
+    spec = TensorSpec("model.layers.0.mlp.up_proj.weight", (8, 96), Role.LINEAR, 0)
+    assert Recipe("q4k", fallback="bf16").choose(spec, 1).rung == "bf16"
+    assert Recipe("q4k", fallback="qtip4").choose(spec, 1).rung == "qtip4"
+
+
+@pytest.mark.parametrize("name", ["bf16", "f16", "f32", "as-is"])
+def test_what_quantises_nothing_leaves_embedding_and_head_alone_too(name: str) -> None:
+    assert vocabulary(Recipe.uniform(name)) == (name, name)
+
+
+def test_llama_cpps_spelling_of_a_type_is_ours() -> None:
+    assert Recipe.uniform("q4_k") == Recipe.uniform("q4k")

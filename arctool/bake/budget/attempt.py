@@ -90,7 +90,7 @@ class KeptModel:
         """Raises StorageError where the journal has lost the layer since."""
         task = self.tasks[key]
         if not searched(task.choice.rung):
-            return store_directly(self.bench.checkpoint, task.spec, task.choice.rung).weight
+            return store_directly(self.bench.checkpoint, task.spec, task.choice.rung, self.bench.pool).weight
         layer = self.bench.resume(task)
         if layer is None:
             place = None if self.bench.journal is None else self.bench.journal.directory

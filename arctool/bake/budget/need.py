@@ -17,7 +17,7 @@ from arctool.bake.budget.allocation import (
     uniform_rung,
     weights_of,
 )
-from arctool.bake.choices import LADDER, stored_bits
+from arctool.bake.choices import AS_IS, LADDER, stored_bits
 from arctool.bake.recipe import Recipe, RecipeFile, Rule
 from arctool.errors import UsageError
 from arctool.run.models.spec import Role, TensorSpec
@@ -44,6 +44,9 @@ class Need:
         """For `bpw` bits a weight. Raises UsageError, naming the range, where no allocation is so small or large, or nothing is left."""
         base = pins.over(next(iter(LADDER)))
         base.check(specs)
+        for rule in base.rules:
+            if rule.rung == AS_IS:
+                raise UsageError(f"{rule.where}: {AS_IS} says nothing of bits, which {OPTION} has to count; name a type")
         linear = [spec for spec in specs if spec.role is Role.LINEAR]
         weights = sum(map(weights_of, linear))
         held = {spec.key for spec in linear if any(rule.applies(spec) for rule in base.rules)}

@@ -85,6 +85,11 @@ class Checkpoint:
             )
         return values
 
+    def blocks(self, name: str) -> NDArray[np.uint8] | None:
+        """The GGML blocks u8 [out, row_bytes] that the source keeps of tensor `name`, None where it keeps plain numbers."""
+        self._known(name)
+        return self._source.store.blocks(name)
+
     def stored_dtype(self, name: str) -> str:
         """Storage type of tensor `name` in the source: `F32`, `BF16`, `Q4_1` ..."""
         self._known(name)

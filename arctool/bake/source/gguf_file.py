@@ -85,19 +85,23 @@ class GgufFile:
         if tensor.type_name not in READABLE_TYPES:
             raise SourceError(f"{self.path}: {tensor.name}: block type {tensor.type_name} cannot be read; use another quantisation")
 
-    def read(self, tensor: GgufTensor) -> NDArray[np.float32]:
-        """The values f32 of `tensor`, dequantised."""
-        self.check_readable(tensor)
+    def raw(self, tensor: GgufTensor) -> NDArray[np.uint8]:
+        """The bytes of `tensor` as it is stored: u8 [..., row_bytes]."""
         try:
             raw = np.fromfile(self.path, np.uint8, tensor.nbytes, offset=tensor.offset)
         except OSError as error:
             raise SourceError(f"{self.path}: {tensor.name}: cannot be read: {error}") from error
         if raw.size != tensor.nbytes:
             raise SourceError(f"{self.path}: {tensor.name}: expected {tensor.nbytes} bytes, the file ends after {raw.size}")
+        return raw.reshape(*tensor.shape[:-1], -1)
+
+    def read(self, tensor: GgufTensor) -> NDArray[np.float32]:
+        """The values f32 of `tensor`, dequantised."""
+        self.check_readable(tensor)
+        rows = self.raw(tensor)
         if tensor.type_name in ("F32", "F16"):
-            values = raw.view("<f4" if tensor.type_name == "F32" else "<f2")
+            values = rows.reshape(-1).view("<f4" if tensor.type_name == "F32" else "<f2")
         else:
-            rows = raw.reshape(*tensor.shape[:-1], -1)
             values = dequantize(rows, GGMLQuantizationType[tensor.type_name])
         return values.astype(np.float32, copy=False).reshape(tensor.shape)
 

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,6 +37,8 @@ LAYER_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+Row = TypeVar("Row", bound=np.generic)
+
 ROPE_FACTORS = "rope_freqs.weight"
 LARGEST = float(np.finfo(np.float32).max)
 
@@ -91,13 +93,21 @@ class GgufStore:
         """Raise SourceError where the block type of tensor `name` cannot be dequantised."""
         self._file.check_readable(self._tensors[name])
 
+    def blocks(self, name: str) -> NDArray[np.uint8] | None:
+        """The blocks of tensor `name`, None where it holds plain numbers. Whole rows move, so that no value changes."""
+        tensor = self._tensors[name]
+        if tensor.type_name in ("F32", "BF16") or len(tensor.shape) < 2:
+            return None
+        blocks = self._file.raw(tensor)
+        return deinterleave(blocks, self._heads[name]) if name in self._heads else blocks
+
     def read(self, name: str) -> NDArray[np.float32]:
         """The values f32 of tensor `name`."""
         values = self._file.read(self._tensors[name])
         return deinterleave(values, self._heads[name]) if name in self._heads else values
 
 
-def deinterleave(values: NDArray[np.float32], heads: int) -> NDArray[np.float32]:
+def deinterleave(values: NDArray[Row], heads: int) -> NDArray[Row]:
     """Undo llama.cpp's row order of q and k: per head it alternates the two rotary halves that Hugging Face keeps apart."""
     half = values.shape[0] // heads // 2
     return np.ascontiguousarray(values.reshape(heads, half, 2, *values.shape[1:]).swapaxes(1, 2)).reshape(values.shape)

@@ -55,6 +55,10 @@ class SafetensorsStore:
                 "convert the checkpoint to one of them"
             )
 
+    def blocks(self, name: str) -> NDArray[np.uint8] | None:
+        """None: safetensors files hold plain numbers."""
+        return None
+
     def read(self, name: str) -> NDArray[np.float32]:
         """The values f32 of tensor `name`, read from its file."""
         slot = self._slots[name]

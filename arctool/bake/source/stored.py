@@ -38,6 +38,10 @@ class TensorStore(Protocol):
         """Raise SourceError where the storage type of tensor `name` is not one that `read` understands."""
         ...
 
+    def blocks(self, name: str) -> NDArray[np.uint8] | None:
+        """The bytes u8 [..., row_bytes] of a tensor of GGML blocks, rows in the order of `read`; None where it is stored otherwise."""
+        ...
+
     def read(self, name: str) -> NDArray[np.float32]:
         """The values f32 of the entry's shape. Raises SourceError where the file cannot be read."""
         ...

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from arctool.run.config import ModelConfig
-from arctool.run.layers.attention import Attention
-from arctool.run.layers.mlp import SwiGLU
-from arctool.run.models.decoder import Block, CausalLM, Parts, assemble
 from arctool.run.models.spec import Architecture, TensorSpec, decoder, linear, norm
+
+if TYPE_CHECKING:
+    from arctool.run.models.decoder import Block, CausalLM, Parts
+
+# Layers are imported by what puts them together: whoever asks only for tensors' names and shapes must not wait for torch.
 
 
 def layer_tensors(c: ModelConfig, at: str, layer: int) -> Iterator[TensorSpec]:
@@ -27,6 +30,10 @@ def layer_tensors(c: ModelConfig, at: str, layer: int) -> Iterator[TensorSpec]:
 
 def block(c: ModelConfig, parts: Parts, layer: int) -> Block:
     """One decoder layer."""
+    from arctool.run.layers.attention import Attention
+    from arctool.run.layers.mlp import SwiGLU
+    from arctool.run.models.decoder import Block
+
     at = f"model.layers.{layer}"
     return Block(
         attention_norm=parts.norm(f"{at}.input_layernorm"),
@@ -55,6 +62,8 @@ def tensors(c: ModelConfig) -> tuple[TensorSpec, ...]:
 
 def build(c: ModelConfig, parts: Parts) -> CausalLM:
     """The model from its parts."""
+    from arctool.run.models.decoder import assemble
+
     return assemble(c, parts, tuple(block(c, parts, layer) for layer in range(c.num_layers)))
 
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from arctool.run.config import ModelConfig
 from arctool.run.models import llama
-from arctool.run.models.decoder import Block, CausalLM, Parts, assemble
 from arctool.run.models.spec import Architecture, TensorSpec, decoder, norm
+
+if TYPE_CHECKING:
+    from arctool.run.models.decoder import Block, CausalLM, Parts
 
 
 def layer_tensors(c: ModelConfig, at: str, layer: int) -> Iterator[TensorSpec]:
@@ -33,6 +36,8 @@ def tensors(c: ModelConfig) -> tuple[TensorSpec, ...]:
 
 def build(c: ModelConfig, parts: Parts) -> CausalLM:
     """The model from its parts."""
+    from arctool.run.models.decoder import assemble
+
     return assemble(c, parts, tuple(block(c, parts, layer) for layer in range(c.num_layers)))
 
 

@@ -32,12 +32,16 @@ class Role(Enum):
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One tensor of a checkpoint: full Hugging Face name, shape, role, and the decoder layer it belongs to (None: outside)."""
+    """One tensor of a checkpoint: full Hugging Face name, shape, role, and the decoder layer it belongs to (None: outside).
+
+    `biased`: a weight whose module has a bias too.
+    """
 
     name: str
     shape: tuple[int, ...]
     role: Role
     layer: int | None = None
+    biased: bool = False
 
     @property
     def key(self) -> str:
@@ -56,7 +60,7 @@ class Architecture:
 
 def linear(key: str, out_features: int, in_features: int, layer: int, bias: bool = False) -> tuple[TensorSpec, ...]:
     """A linear layer: weight [out, in] and, if `bias`, bias [out]."""
-    weight = TensorSpec(f"{key}.weight", (out_features, in_features), Role.LINEAR, layer)
+    weight = TensorSpec(f"{key}.weight", (out_features, in_features), Role.LINEAR, layer, bias)
     return (weight, TensorSpec(f"{key}.bias", (out_features,), Role.BIAS, layer)) if bias else (weight,)
 
 
