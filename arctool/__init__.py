@@ -15,7 +15,8 @@ import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from arctool.api import bake_model, evaluate, verify
+    from arctool.api import bake_model, evaluate
+    from arctool.artifacts import diff, inspect, verify
     from arctool.run.llm import LLM
     from arctool.run.sampling_params import SamplingParams
 
@@ -23,14 +24,16 @@ if TYPE_CHECKING:
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "SamplingParams", "__version__", "bake_model", "evaluate", "verify"]
+__all__ = ["LLM", "SamplingParams", "__version__", "bake_model", "diff", "evaluate", "inspect", "verify"]
 
 _PUBLIC = {
     "LLM": "arctool.run.llm",
     "SamplingParams": "arctool.run.sampling_params",
     "bake_model": "arctool.api",
     "evaluate": "arctool.api",
-    "verify": "arctool.api",
+    "diff": "arctool.artifacts",
+    "inspect": "arctool.artifacts",
+    "verify": "arctool.artifacts",
 }
 
 

@@ -1,17 +1,13 @@
-"""The public verbs of the package, each a whole task: bake a model, verify an artifact, evaluate models. `arctool.LLM` is the fourth.
+"""The public verbs that run a model: bake one, evaluate some. Those that look at an artifact are in `artifacts`; `arctool.LLM` is one more.
 
 Joins the rooms below; shows nothing and parses no command line. The command line is a thin skin on this file.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 from arctool.bake import pipeline
 from arctool.bake.budget.bake import bake_to_budget
@@ -20,18 +16,10 @@ from arctool.bake.calibration.text import AUTO
 from arctool.bake.calibration.token_set import CALIB_TOKENS, choose_calibration
 from arctool.bake.choices import choice
 from arctool.bake.recipe import RecipeFile, read_recipe
-from arctool.bake.search.codebook_training import PLANS, gaussian_table
 from arctool.bake.source.checkpoint import open_checkpoint
-from arctool.bench import evaluation, plot
+from arctool.bench import canvas, evaluation, plot
 from arctool.bench.reading import DEFAULT_TOKENS
-from arctool.errors import FormatError, SourceError, UsageError
-from arctool.kernels.decoders import decoders
-from arctool.kernels.registry import default_registry
-from arctool.quant.trellis import Geometry
-from arctool.run.config import ModelConfig
-from arctool.run.models import architecture
-from arctool.uqff import verify as checks
-from arctool.uqff.container import open_artifact
+from arctool.errors import UsageError
 
 
 def bake_model(
@@ -80,25 +68,6 @@ def check_one_answer(isq: str | None, bpw: float | None, file: RecipeFile) -> No
         check_bpw(bpw)
 
 
-def verify(path: str | Path, source: str | None = None, progress: checks.Progress | None = None) -> checks.VerifyReport:
-    """All that this machine can prove of the artifact at `path`; with `source`, each layer's error against that checkpoint too.
-
-    An artifact that fails is a report, not an exception. Raises StorageError, UsageError, and SourceError for `source`.
-    """
-    path = Path(path)
-    expected, complaint = expected_shapes(path)
-    with open_checkpoint(source) if source is not None else nullcontext() as checkpoint:
-        return checks.verify(
-            path,
-            source=checkpoint,
-            implementations=decoders(default_registry()),
-            tables=regenerate,
-            expected=expected,
-            config_error=complaint,
-            progress=progress,
-        )
-
-
 def evaluate(
     paths: str | Sequence[str],
     against: str | None = None,
@@ -116,37 +85,12 @@ def evaluate(
     size against divergence. docs/quality.md says what is measured. Raises UsageError, SourceError, FormatError, StorageError, and
     VerificationError for a model whose logits are not finite.
     """
-    where = None if picture is None else Path(picture)
-    if where is not None:
-        if against is None:
-            raise UsageError(f"--plot: {where}: needs --against SOURCE, the model whose divergence it shows")
-        plot.check_target(where)
+    if picture is not None and against is None:
+        raise UsageError(f"--plot: {picture}: needs --against SOURCE, the model whose divergence it shows")
+    where = canvas.picture_target(picture)
     names = [paths] if isinstance(paths, str) else list(paths)
     given = None if text is None else Path(text)
     found = evaluation.evaluate(names, against=against, text=given, window=window, tokens=tokens, layers=layers, progress=progress)
     if where is not None:
         plot.draw(found, where)
     return found
-
-
-def expected_shapes(path: Path) -> tuple[Mapping[str, tuple[int, ...]] | None, str | None]:
-    """(shapes by tensor name that the artifact's own config implies, None) or (None, why that config is of no use).
-
-    An artifact that cannot be opened at all gives (None, None): `verify` says so itself.
-    """
-    try:
-        with open_artifact(path) as artifact:
-            config_json = artifact.config_json
-    except FormatError:
-        return None, None
-    try:
-        config = ModelConfig.from_hf(config_json, "config.json")
-        specs = architecture(config.architecture, "config.json").tensors(config)
-    except (SourceError, UsageError) as error:
-        return None, str(error)
-    return {spec.name: spec.shape for spec in specs}, None
-
-
-def regenerate(name: str) -> NDArray[np.float32] | None:
-    """The table of geometry `name` from its seed, where that takes no training; the trained ones are held by their pinned hash."""
-    return None if name in PLANS else gaussian_table(Geometry.parse(name), 1, 1.0)

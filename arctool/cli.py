@@ -29,8 +29,9 @@ app = typer.Typer(
 bench_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Measure how fast this machine is.")
 app.add_typer(bench_app, name="bench")
 RUNG_HELP = (
-    "Format of the linear layers: qtip2, qtip2b, qtip2-v4 (2 bits), qtip2.25-v4, qtip3, qtip3b, qtip4, qtip4b, q8_0, or bf16. "
-    "Embedding and head get q8_0 (a recipe may say otherwise); with bf16 nothing is quantised."
+    "Format of the linear layers. Searched: qtip2, qtip2b, qtip2-v4 (2 bits), qtip2.25-v4, qtip3, qtip3b, qtip4, qtip4b. "
+    "For mistral.rs too: q2k to q6k, q4_0, q4_1, q5_0, q5_1, q8_0, fp8. Embedding and head get q8_0 (a recipe may say otherwise). "
+    "Not quantised: bf16, f16, f32, or as-is, which copies each tensor, blocks of a GGUF included, as it is stored."
 )
 BPW_HELP = (
     "In place of --isq: stored bits a weight of the linear layers, at most, spent on the layers that feel them; measured and checked "
@@ -130,18 +131,22 @@ def bake(
 def verify(
     path: Artifact,
     source: Annotated[str | None, typer.Option(help="The checkpoint that it was baked from: adds the error of every layer.")] = None,
+    fast: Annotated[bool, typer.Option("--fast", help="Headers, names, shapes and text files only: a second for any size.")] = False,
+    jobs: Annotated[int | None, typer.Option(min=1, help="Threads [default: all cores]. Never changes a verdict.")] = None,
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
     """Prove an artifact: container, every decoder against the oracle bit by bit, tables, and the error against --source.
 
-    Exit code 0 only if everything that was asked holds.
+    Works on mistral.rs's UQFF too, and needs a few hundred MB whatever its size. Exit code 0 only if everything that was asked holds.
+
+    Example: arctool verify SmolLM2-135M-Instruct-qtip4 --source HuggingFaceTB/SmolLM2-135M-Instruct
     """
-    from arctool.api import verify as prove
+    from arctool.artifacts import verify as prove
     from arctool.terminal import progress, tables
 
     with progress.verify_progress(_errors(), quiet) as show:
-        report = prove(path, source, show)
+        report = prove(path, source, show, fast=fast, jobs=jobs)
     if as_json:
         _print_json(report.to_json())
     else:
@@ -180,17 +185,64 @@ def evaluate(
 
 
 @app.command()
-def inspect(path: Artifact, as_json: AsJson = False) -> None:
-    """Show what is inside an artifact: layers, formats, bits per weight, sizes."""
-    from arctool.terminal import tables
-    from arctool.uqff.inspect import inspect as look
+def inspect(
+    path: Artifact,
+    tensor: Annotated[str | None, typer.Option("--tensor", metavar="KEY", help="Only this layer or tensor, with its statistics.")] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(readable=False, help="Picture to write (.png, .svg, .pdf): bits and error by layer, or the tensor's weights."),
+    ] = None,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+) -> None:
+    """Show what is inside an artifact: layers, formats, bits per weight, sizes; with --tensor all about one of them.
 
-    found = look(path)
+    Examples: arctool inspect SmolLM2-qtip2 --plot layers.png
+
+    arctool inspect SmolLM2-qtip2 --tensor model.layers.3.mlp.down_proj --plot weights.png
+    """
+    from arctool import artifacts
+    from arctool.terminal import inspection, progress, tables
+
+    console = _output()
+    if tensor is None:
+        found = artifacts.inspect(path, picture=plot)
+        shown, value = tables.contents(found, console), found.to_json()
+    else:
+        with progress.count_progress(_errors(), quiet, "reading twice") as show:
+            detail = artifacts.inspect_tensor(path, tensor, picture=plot, progress=show)
+        shown, value = inspection.tensor(detail), detail.to_json()
+    if as_json:
+        _print_json(value)
+    else:
+        console.print(shown)
+
+
+@app.command()
+def diff(
+    a: Annotated[Path, typer.Argument(metavar="A", readable=False, help="An artifact: its directory, or a .uqff file in it.")],
+    b: Annotated[Path, typer.Argument(metavar="B", readable=False, help="The one to compare it with.")],
+    layers: Annotated[
+        bool, typer.Option("--layers/--no-layers", help="List tensors that differ and measure how far apart they are.")
+    ] = True,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+) -> None:
+    """Compare two artifacts: config, files, and tensor by tensor how they are stored and how far their weights are apart.
+
+    Exit code 0 if nothing differs, 1 if something does. Example: arctool diff SmolLM2-qtip2 SmolLM2-mixed
+    """
+    from arctool.artifacts import diff as compare
+    from arctool.terminal import inspection, progress
+
+    with progress.count_progress(_errors(), quiet, "comparing") as show:
+        found = compare(a, b, layers=layers, progress=show)
     if as_json:
         _print_json(found.to_json())
     else:
-        console = _output()
-        console.print(tables.contents(found, console))
+        _output().print(inspection.difference(found, layers))
+    if not found.same:
+        raise typer.Exit(1)
 
 
 @app.command()

@@ -20,7 +20,7 @@ PACKAGE = ROOT / "arctool"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 MAY_IMPORT: dict[str, frozenset[str]] = {
-    "__init__": frozenset({"api", "run"}),
+    "__init__": frozenset({"api", "artifacts", "run"}),
     "errors": frozenset(),
     "quant": frozenset({"errors"}),
     "kernels": frozenset({"errors", "quant"}),
@@ -28,9 +28,10 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "run": frozenset({"errors", "quant", "kernels", "uqff"}),
     "bake": frozenset({"errors", "quant", "kernels", "uqff", "run"}),
     "bench": frozenset({"errors", "quant", "kernels", "uqff", "run", "bake"}),
+    "artifacts": frozenset({"errors", "quant", "kernels", "uqff", "run", "bake", "bench"}),
     "api": frozenset({"errors", "quant", "kernels", "uqff", "run", "bake", "bench"}),
-    "terminal": frozenset({"api", "errors", "quant", "kernels", "uqff", "run", "bake", "bench"}),
-    "cli": frozenset({"api", "errors", "quant", "kernels", "uqff", "run", "bake", "bench", "terminal"}),
+    "terminal": frozenset({"api", "artifacts", "errors", "quant", "kernels", "uqff", "run", "bake", "bench"}),
+    "cli": frozenset({"api", "artifacts", "errors", "quant", "kernels", "uqff", "run", "bake", "bench", "terminal"}),
 }
 """Room → the rooms that it stands on. `arctool/__init__.py` is the public door: it names what the rooms offer."""
 

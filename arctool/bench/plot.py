@@ -1,37 +1,24 @@
 """The picture of an evaluation: what a model costs on the disk against how far it is from its source. Draws; measures nothing.
 
-matplotlib is imported when a picture is made, and without a display: a figure of our own, never pyplot's.
+What it has in common with other pictures is in `canvas`.
 """
 
 from __future__ import annotations
 
-import logging
-import math
-import os
-import tempfile
-import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from arctool.bench.canvas import COLOURS, DPI, FAINT, INCHES, INK, MARKERS, bare, canvas, clean, log_ticks, quietly
+from arctool.bench.canvas import check_target as check_target
+from arctool.bench.canvas import save as save
 from arctool.bench.evaluation import Evaluation
 from arctool.errors import UsageError
-from arctool.uqff.files import storage_errors
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-ENDINGS = (".png", ".svg", ".pdf")
-INCHES = (11.0, 6.2)
-DPI = 150
-
-INK, FAINT, GRID = "#222222", "#6b6b6b", "#dddddd"
-COLOURS = ("#1f5fa8", "#c4512d", "#3b8650", "#7d4fa0", "#a8801f", "#2b8c96")
-MARKERS = ("o", "s", "D", "^", "v", "P")
-"""One colour and marker for each family of points."""
 
 FLOOR = 1e-6
 """Nats a token below which a mark stands on the lower edge, and its label says so: a logarithm has no zero."""
@@ -56,17 +43,6 @@ class Point:
     kl: float
 
 
-def check_target(path: Path) -> None:
-    """Raise UsageError or StorageError unless a picture can be written at `path`: asked before an hour of measuring."""
-    if path.suffix.lower() not in ENDINGS:
-        raise UsageError(f"--plot: {path}: expected a name that ends in {', '.join(ENDINGS)}")
-    with storage_errors(path, "write"):
-        if path.is_dir():
-            raise UsageError(f"--plot: {path}: is a directory; expected the name of a picture")
-        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}."):
-            pass
-
-
 def draw(evaluation: Evaluation, path: Path) -> None:
     """Write the picture of the rows that have a divergence. Raises UsageError where none has, StorageError."""
     marks = [
@@ -85,18 +61,14 @@ def draw(evaluation: Evaluation, path: Path) -> None:
 
 def figure(marks: Sequence[Point], title: str, note: str) -> Figure:
     """Two panels with one logarithmic y axis, mean KL: the large one over the size on the disk, the small one over bits a weight."""
-    with _quietly():
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-
-    drawing = Figure(figsize=INCHES, dpi=DPI, layout="constrained", facecolor="white")
-    canvas = FigureCanvasAgg(drawing)
+    surface = canvas(*INCHES)
+    drawing = surface.figure
     left, right = drawing.subplots(1, 2, sharey=True, width_ratios=(2.6, 1))
     _style(left, "size on disk, MB")
     _style(right, "bits per weight of the linear layers")
     left.set_ylabel("mean KL(source ‖ model), nats per token", color=INK)
-    left.set_title(_clean(title, 90), loc="left", fontsize=13, color=INK, pad=14, parse_math=False)
-    drawing.supxlabel(_clean(note, 160), x=0.99, ha="right", fontsize=8, color=FAINT, parse_math=False)
+    left.set_title(clean(title, 90), loc="left", fontsize=13, color=INK, pad=14, parse_math=False)
+    drawing.supxlabel(clean(note, 160), x=0.99, ha="right", fontsize=8, color=FAINT, parse_math=False)
     left.set_title("lower left is better", loc="right", fontsize=8.5, color=FAINT, pad=14)
     bottom = limits(marks)[0]
     families = list(dict.fromkeys(mark.family for mark in marks))
@@ -105,40 +77,14 @@ def figure(marks: Sequence[Point], title: str, note: str) -> Figure:
     _widen(left, [mark.nbytes / 1e6 for mark in marks], 0.14)
     _widen(right, [mark.bits for mark in marks], 0.12)
     left.set_ylim(*limits(marks))
-    _ticks(left)
+    log_ticks(left)
     if len(families) > 1:
         left.legend(frameon=False, loc="upper right", labelcolor=INK)
-    with _quietly():
-        canvas.draw()
+    with quietly():
+        surface.draw()
         drawing.set_layout_engine("none")  # labels are placed in pixels, which a new layout would move
-        _place_labels(left, marks, bottom, canvas.get_renderer())
+        _place_labels(left, marks, bottom, surface.get_renderer())
     return drawing
-
-
-def save(drawing: Figure, path: Path) -> None:
-    """Write the figure; it appears whole, by rename. Raises StorageError."""
-    part = path.parent / f".{path.name}.{os.getpid()}"
-    with storage_errors(path, "write"), _quietly():
-        try:
-            with part.open("xb") as file:
-                drawing.savefig(file, format=path.suffix[1:].lower())
-            part.replace(path)
-        finally:
-            part.unlink(missing_ok=True)
-
-
-@contextmanager
-def _quietly() -> Iterator[None]:
-    """No words of matplotlib: a letter that its font lacks becomes a box, a home that cannot be written costs a font search."""
-    logger = logging.getLogger("matplotlib")
-    before = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logger.setLevel(before)
 
 
 def limits(marks: Sequence[Point]) -> tuple[float, float]:
@@ -173,23 +119,7 @@ def _plot_family(left: Axes, right: Axes, marks: list[Point], index: int, bottom
 def _style(axes: Axes, label: str) -> None:
     axes.set_yscale("log")
     axes.set_xlabel(label, color=INK)
-    axes.grid(True, color=GRID, linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.tick_params(colors=INK, which="both", length=0)
-    for spine in axes.spines.values():
-        spine.set_visible(False)
-
-
-def _ticks(axes: Axes) -> None:
-    """Four to twelve numbers that a person would choose."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
-
-    low, high = axes.get_ylim()
-    decades = math.log10(high / low)
-    subs = (1.0, 2.0, 5.0) if decades < 2.5 else (1.0, 3.0) if decades < 4 else (1.0,)
-    axes.yaxis.set_major_locator(LogLocator(subs=subs))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.yaxis.set_minor_formatter(NullFormatter())
+    bare(axes)
 
 
 def _widen(axes: Axes, places: list[float], share: float) -> None:
@@ -251,10 +181,4 @@ def _outside(box: Any, frame: Any) -> float:
 
 def _text(mark: Point) -> str:
     small = f", KL {mark.kl:.1g}: off the scale" if mark.kl < FLOOR else ""
-    return f"{_clean(mark.label, LONGEST)}\n{mark.bits:.2f} bits/weight{small}"
-
-
-def _clean(text: str, longest: int) -> str:
-    """One line of characters that can be shown, at most `longest` of them."""
-    plain = "".join(c if c.isprintable() else "?" for c in text)
-    return plain if len(plain) <= longest else f"{plain[: longest - 1]}…"
+    return f"{clean(mark.label, LONGEST)}\n{mark.bits:.2f} bits/weight{small}"

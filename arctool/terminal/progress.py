@@ -5,16 +5,19 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from arctool.bake.pipeline import LayerDone
-from arctool.bake.pipeline import Progress as BakeProgress
-from arctool.bake.pipeline import Status as BakeStatus
-from arctool.bench.evaluation import Progress as EvalProgress
 from arctool.terminal.tables import printable
 from arctool.uqff.verify import Progress as VerifyProgress
+
+if TYPE_CHECKING:  # only their names are needed, and torch would come with them
+    from arctool.bake.pipeline import LayerDone
+    from arctool.bake.pipeline import Progress as BakeProgress
+    from arctool.bake.pipeline import Status as BakeStatus
+    from arctool.bench.evaluation import Progress as EvalProgress
 
 LOG_SECONDS = 10.0
 """Between two lines where standard error is no terminal."""

@@ -6,15 +6,17 @@ What comes out of a file is hostile until shown: never markup, never a terminal'
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Column, Table
 from rich.text import Text
 
-from arctool.bake.pipeline import BakeResult
 from arctool.uqff.inspect import Inspection, LayerRow
 from arctool.uqff.verify import VerifyReport
+
+if TYPE_CHECKING:  # only their names are needed, and torch would come with them
+    from arctool.bake.pipeline import BakeResult
 
 ENOUGH = 0.9
 """Of the calibration text that was asked for: windows are whole, so a little is always missing."""
@@ -90,7 +92,8 @@ def verification(report: VerifyReport) -> RenderableType:
         lines += [plain(f"    {note}", "dim") for note in answer.notes]
     if report.errors:
         lines.append(_worst(report))
-    lines.append(Text("verified" if report.passed else "NOT VERIFIED", "bold green" if report.passed else "bold red"))
+    good = "headers are sound; no data was read" if report.fast else "verified"
+    lines.append(Text(good if report.passed else "NOT VERIFIED", "bold green" if report.passed else "bold red"))
     return Group(*lines)
 
 
@@ -120,9 +123,12 @@ def contents(inspection: Inspection, console: Console) -> RenderableType:
     ):
         if value is not None:
             facts.add_row(Text(name, "bold"), plain(value))
-    layers = Table(Column("layer", overflow="fold"), "shape", "stored as", "bits/weight", "bytes", "error", box=None)
-    for row in (*inspection.layers, *inspection.residual):
-        layers.add_row(*map(plain, _layer(row)))
+    rows = (*inspection.layers, *inspection.residual)
+    seen = any(row.proxy_error is not None for row in rows)
+    columns = ("shape", "asked for", "stored as", "bits/weight", "bytes", "error", *(("proxy error",) if seen else ()))
+    layers = Table(Column("layer", overflow="fold"), *columns, box=None)
+    for row in rows:
+        layers.add_row(*map(plain, _layer(row)[: len(columns) + 1]))
     return Group(facts, Text(), layers)
 
 
@@ -131,7 +137,12 @@ def _rates(inspection: Inspection) -> str:
     return f"{mean:.3f} over all" if quantised is None else f"{quantised:.3f} in quantised layers, {mean:.3f} over all"
 
 
-def _layer(row: LayerRow) -> tuple[str, str, str, str, str, str]:
-    error = "" if row.relative_error is None else f"{row.relative_error:.5f}"
+def _layer(row: LayerRow) -> tuple[str, ...]:
+    errors = ("" if error is None else f"{error:.5f}" if error >= 1e-3 or error == 0 else f"{error:.2e}" for error in _errors(row))
     label = row.label if row.fallback_reason is None else f"{row.label} ({row.fallback_reason})"
-    return row.key, "×".join(map(str, row.shape)), label, f"{row.bits_per_weight:.3f}", f"{row.nbytes:,}", error
+    shape = "×".join(map(str, row.shape))
+    return row.key, shape, row.target or "", label, f"{row.bits_per_weight:.3f}", f"{row.nbytes:,}", *errors
+
+
+def _errors(row: LayerRow) -> tuple[float | None, float | None]:
+    return row.relative_error, row.proxy_error

@@ -13,7 +13,10 @@ from arctool.uqff.report import DENSE_LABELS, LayerDetails
 
 @dataclass(frozen=True)
 class LayerRow:
-    """One layer or residual tensor. `bits_per_weight`: streams or blocks, scales, signs over weights; `nbytes`: of all its entries."""
+    """One layer or residual tensor. `bits_per_weight`: streams or blocks, scales, signs over weights; `nbytes`: of all its entries.
+
+    What only a report knows, None without one: `target`: the rung that the recipe gives it; errors as in `report.LayerDetails`.
+    """
 
     key: str
     shape: tuple[int, ...]
@@ -23,6 +26,8 @@ class LayerRow:
     has_bias: bool
     relative_error: float | None
     fallback_reason: str | None
+    target: str | None = None
+    proxy_error: float | None = None
 
 
 @dataclass(frozen=True)
@@ -67,31 +72,36 @@ class Inspection:
 def inspect(path: Path) -> Inspection:
     """Take stock of the artifact at `path`. Raises StorageError, UsageError, FormatError."""
     with open_artifact(path) as artifact:
-        details = {} if artifact.output is None else {layer.module: layer.details for layer in artifact.output.layers}
-        keys = artifact.keys()
-        layers = tuple(_layer_row(artifact, key, details.get(key, LayerDetails())) for key in keys)
-        residual = tuple(_residual_row(artifact, name) for name in artifact.residual_names())
-        files = _files(artifact)
-        report, metadata = artifact.report, artifact.shards[0].header.metadata
-        bake = None if report is None else report.bake
-        return Inspection(
-            path=str(path),
-            uqff_version=".".join(map(str, artifact.version)),
-            producer=metadata.get("uqff.producer"),
-            producer_version=metadata.get("arctool.version") or metadata.get("uqff.producer.mistralrs.version"),
-            rung=None if bake is None else bake.rung,
-            seed=None if bake is None else bake.seed,
-            source=None if report is None else report.base_model,
-            licence=None if bake is None else bake.licence,
-            layers=layers,
-            residual=residual,
-            files=files,
-            totals=_totals(artifact, layers, residual, files),
-        )
+        return take_stock(artifact, path)
+
+
+def take_stock(artifact: Artifact, path: Path) -> Inspection:
+    """The same of an artifact that is open, under the name `path`."""
+    details = {} if artifact.output is None else {layer.module: layer.details for layer in artifact.output.layers}
+    keys = artifact.keys()
+    layers = tuple(_layer_row(artifact, key, details.get(key, LayerDetails())) for key in keys)
+    residual = tuple(_residual_row(artifact, name) for name in artifact.residual_names())
+    files = _files(artifact)
+    report, metadata = artifact.report, artifact.shards[0].header.metadata
+    bake = None if report is None else report.bake
+    return Inspection(
+        path=str(path),
+        uqff_version=".".join(map(str, artifact.version)),
+        producer=metadata.get("uqff.producer"),
+        producer_version=metadata.get("arctool.version") or metadata.get("uqff.producer.mistralrs.version"),
+        rung=None if bake is None else bake.rung,
+        seed=None if bake is None else bake.seed,
+        source=None if report is None else report.base_model,
+        licence=None if bake is None else bake.licence,
+        layers=layers,
+        residual=residual,
+        files=files,
+        totals=_totals(artifact, layers, residual, files),
+    )
 
 
 def _layer_row(artifact: Artifact, key: str, details: LayerDetails) -> LayerRow:
-    weight, entries = artifact.weight(key), artifact.entries(key)
+    weight, entries = artifact.form(key), artifact.entries(key)
     return LayerRow(
         key=key,
         shape=weight.shape,
@@ -101,6 +111,8 @@ def _layer_row(artifact: Artifact, key: str, details: LayerDetails) -> LayerRow:
         has_bias=f"{key}.bias" in entries,
         relative_error=details.relative_error,
         fallback_reason=details.fallback_reason,
+        target=details.resolved_target,
+        proxy_error=details.proxy_error,
     )
 
 

@@ -175,7 +175,7 @@ RECIPES = {
     '0: {isq: qtip4, size: 3}': ("0:", "size"),
     'rules: [{match: "*.x_proj", isq: qtip4}]': ("*.x_proj", "matches no tensor"),
     'rules: [{match: "model.norm", isq: qtip4}]': ("model.norm", "norm is not quantised"),
-    "embedding: q4_k": ("embedding", "unknown rung 'q4_k'", "q8_0"),
+    "embedding: q4_m": ("embedding", "unknown rung 'q4_m'", "q8_0"),
     "rules: [{": ("not valid YAML",),
     "0: {isq: qtip4}\n0: {isq: qtip3}": ("0", "comes twice"),
     "": ("expected a mapping",),
@@ -303,7 +303,7 @@ def test_standard_input_that_is_no_text_is_refused(tiny_artifact: Path, tmp_path
 
 
 TEXTS = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
-FILES = ("config.json", "residual.safetensors", "model-0.uqff", "uqff_report.json", *TEXTS)
+FILES = ("config.json", "residual.safetensors", "qtip4-0.uqff", "uqff_report.json", *TEXTS)
 DAMAGES: dict[str, Callable[[Path], object]] = {
     "gone": lambda path: path.unlink(),
     "cut": cut,

@@ -255,7 +255,7 @@ def test_the_licence_goes_along_and_the_sources_page_does_not(
     assert (artifact / "LICENSE").read_bytes() == b"Be fair.\r\n\xc3\xa4"
     assert (artifact / "NOTICE.txt").read_bytes() == b"By us."
     assert sorted(os.listdir(artifact)) == [
-        "LICENSE", "NOTICE.txt", "README.md", "config.json", "generation_config.json", "model-0.uqff", "residual.safetensors",
+        "LICENSE", "NOTICE.txt", "README.md", "config.json", "generation_config.json", "q8_0-0.uqff", "residual.safetensors",
         "tokenizer.json", "tokenizer_config.json", "uqff_report.json",
     ]  # fmt: skip
     fields = front(artifact)

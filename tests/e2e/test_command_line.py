@@ -65,7 +65,7 @@ def test_every_choice_bakes_verifies_and_runs_here_all_in_one_artifact(zygote: Z
     report = json.loads(ok(zygote.run("verify", "a", "--source", tiny_llama, "--json", cwd=tmp_path)).stdout)
     assert report["passed"]
     counts = report["implementations"]["counts"]
-    assert (counts["tensors compared"], counts["trellis tensors"], counts["GGML tensors"]) == (11, 10, 1)
+    assert (counts["tensors compared"], counts["trellis tensors"], counts["block tensors"]) == (11, 10, 1)
     assert len({row["label"] for row in report["errors"] if row["limit"] is not None}) == 9
     answer = ok(zygote.run("run", "a", "-p", "Hi", "--temperature", "0", "--max-tokens", "3", "--json", cwd=tmp_path))
     assert json.loads(answer.stdout)["completion_tokens"] == 3
@@ -76,7 +76,7 @@ def test_a_gguf_file_bakes_to_the_layers_of_the_directory_it_was_made_from(zygot
     ok(zygote.run("bake", gguf, "--isq", "qtip4", "--calib", "none", cwd=tmp_path))
     ok(zygote.run("bake", tiny_llama, "--isq", "qtip4", "--calib", "none", cwd=tmp_path))
     assert sorted(os.listdir(tmp_path)) == ["llama-qtip4", "tiny-qtip4", "tiny.gguf"]
-    for name in ("model-0.uqff", "residual.safetensors"):
+    for name in ("qtip4-0.uqff", "residual.safetensors"):
         assert (tmp_path / "tiny-qtip4" / name).read_bytes() == (tmp_path / "llama-qtip4" / name).read_bytes()
 
 
@@ -87,7 +87,7 @@ def test_a_hub_id_bakes_to_the_layers_of_its_directory(tiny_artifact: Path, tiny
         assert json.loads(done.stdout)["path"] == str(tmp_path / "llama-qtip4")
         missing = arctool("bake", "tiny/absent", "--isq", "qtip4", cwd=tmp_path, **environment)
     refused(missing, 3, "tiny/absent: no such repository")
-    assert (tmp_path / "llama-qtip4" / "model-0.uqff").read_bytes() == (tiny_artifact / "model-0.uqff").read_bytes()
+    assert (tmp_path / "llama-qtip4" / "qtip4-0.uqff").read_bytes() == (tiny_artifact / "qtip4-0.uqff").read_bytes()
     assert sorted(os.listdir(tmp_path)) == ["home", "llama-qtip4"]
 
 
@@ -121,7 +121,7 @@ def test_threads_move_no_byte_and_the_seed_does(zygote: Zygote, tiny_llama: Path
     one, seven = tree(tmp_path / "one"), tree(tmp_path / "seven")
     assert tree(tmp_path / "two") == tree(tmp_path / "five") == tree(tmp_path / "again") == one
     assert tree(tmp_path / "seven2") == seven
-    assert {name for name in one if one[name] != seven[name]} == {"model-0.uqff", "uqff_report.json", "README.md"}
+    assert {name for name in one if one[name] != seven[name]} == {"qtip4-0.uqff", "uqff_report.json", "README.md"}
 
 
 def test_a_recipe_decides_layer_by_layer(zygote: Zygote, tiny_llama: Path, tmp_path: Path) -> None:
@@ -164,7 +164,7 @@ def test_force_replaces_an_artifact_and_nothing_but_an_artifact(zygote: Zygote, 
     first = tree(tmp_path / "a")
     ok(zygote.run(*argv, "qtip4b", "--force", cwd=tmp_path))
     assert tree(tmp_path / "a") != first
-    (tmp_path / "a" / "model-0.uqff").write_bytes(b"damaged")
+    (tmp_path / "a" / "qtip4-0.uqff").write_bytes(b"damaged")
     ok(zygote.run(*argv, "qtip4", "--force", cwd=tmp_path))
     assert tree(tmp_path / "a") == first
     for precious in ("notes.md", "folder/x.json"):
@@ -200,7 +200,7 @@ def test_what_the_source_has_besides_the_model_is_noted(zygote: Zygote, copy_che
 
 @pytest.mark.parametrize("kind", ["directory", "shard", "report"])
 def test_an_artifact_is_named_by_its_directory_or_a_file_of_it(zygote: Zygote, tiny_artifact: Path, kind: str) -> None:
-    path = {"directory": tiny_artifact, "shard": tiny_artifact / "model-0.uqff", "report": tiny_artifact / "uqff_report.json"}[kind]
+    path = {"directory": tiny_artifact, "shard": tiny_artifact / "qtip4-0.uqff", "report": tiny_artifact / "uqff_report.json"}[kind]
     found = json.loads(ok(zygote.run("inspect", path, "--json")).stdout)
     assert len(found["layers"]) == 16
     assert json.loads(ok(zygote.run("verify", path, "--json")).stdout)["passed"]

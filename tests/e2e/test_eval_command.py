@@ -143,9 +143,9 @@ def test_an_artifact_that_is_damaged_is_one_line_alone_and_one_row_among_others(
     zygote: Zygote, tiny_artifact: Path, tiny_llama: Path, loud_model: Path, tmp_path: Path
 ) -> None:
     broken = Path(shutil.copytree(tiny_artifact, tmp_path / "broken"))
-    data = (broken / "model-0.uqff").read_bytes()
-    (broken / "model-0.uqff").write_bytes(data[: len(data) // 2])
-    refused(zygote.run("eval", broken, *TEXT), FormatError.exit_code, "model-0.uqff")
+    data = (broken / "qtip4-0.uqff").read_bytes()
+    (broken / "qtip4-0.uqff").write_bytes(data[: len(data) // 2])
+    refused(zygote.run("eval", broken, *TEXT), FormatError.exit_code, "qtip4-0.uqff")
     against = ("--against", tiny_llama, *TEXT, "-q")
     refused(zygote.run("eval", loud_model, *against), VerificationError.exit_code, str(loud_model), "window 0", "entry 33")
     several = zygote.run("eval", loud_model, tiny_artifact, *against, "--plot", tmp_path / "p.svg")

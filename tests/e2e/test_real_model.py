@@ -46,7 +46,7 @@ def test_all_four_questions_hold(zygote: Zygote, baked: Path, smollm2_dir: Path)
         assert report[question]["passed"]
         assert report[question]["failure_count"] == 0
     counts = report["implementations"]["counts"]
-    assert (counts["trellis tensors"], counts["GGML tensors"], counts["tensors compared"]) == (210, 1, 211)
+    assert (counts["trellis tensors"], counts["block tensors"], counts["tensors compared"]) == (210, 1, 211)
     assert {row["implementation"] for row in report["coverage"]} >= {"cpu.decode"}
     assert all(row["differing"] == 0 and row["weights"] > 0 for row in report["coverage"])
     errors = [row["relative_error"] for row in report["errors"] if row["label"].startswith("trellis-")]
