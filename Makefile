@@ -4,11 +4,12 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 RUNG   ?= qtip4
 CALIB_TOKENS ?= 8192
+FUZZ_SECONDS ?= 60
 MODEL  := models/smollm2-135m
 BAKED  := artifacts/smollm2-135m-$(RUNG)
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: setup demo test lint bench clean
+.PHONY: setup demo test lint bench fuzz clean
 
 setup: $(VENV)/.ready-dev
 
@@ -36,9 +37,17 @@ lint: $(VENV)/.ready-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+$(VENV)/.ready-fuzz: $(VENV)/.ready-dev
+	$(PIP) --editable '.[fuzz]'
+	touch $@
+
+# Everything that reads an artifact, against inputs that nobody thought of. A crash fails and stays in fuzz/crashes/.
+fuzz: $(VENV)/.ready-fuzz
+	$(BIN)/python fuzz/fuzz_artifact.py -max_total_time=$(FUZZ_SECONDS)
+
 bench: $(VENV)/.ready-dev
 	$(BIN)/arctool bench bake
 	$(BIN)/python -m arctool.bench.kernels
 
 clean:
-	rm -rf $(VENV) artifacts models build dist
+	rm -rf $(VENV) artifacts models build dist fuzz/corpus fuzz/crashes

@@ -424,7 +424,7 @@ DIRECTORY_LIES: dict[str, tuple[Callable[[Path], object], type[ArctoolError], st
             (d / "uqff_report.json").read_text().replace('"relative_error": 0.0625', '"relative_error": 1e999', 1)
         ),
         FormatError,
-        "relative_error: expected a number from 0 up, found inf",
+        r"uqff_report\.json: 1e999 is larger than any number that a reader knows",
     ),
     "an error of 401 digits": (lambda d: set_error(d, 10**400), FormatError, "relative_error: expected an integer of at most 64 bits"),
     "a seed of 401 digits": (
@@ -470,10 +470,10 @@ def test_a_directory_that_does_not_hold_together_is_refused_by_name(artifact: Pa
 
 
 @pytest.mark.parametrize("name", ["qtip2b-0.uqff", "residual.safetensors", "config.json", "tokenizer.json", "uqff_report.json"])
-def test_a_link_that_leaves_the_directory_is_refused(artifact: Path, tmp_path: Path, name: str) -> None:
+def test_a_link_is_refused(artifact: Path, tmp_path: Path, name: str) -> None:
     (artifact / name).rename(tmp_path / name)
     (artifact / name).symlink_to(tmp_path / name)
-    with pytest.raises(FormatError, match=f"{name}: not a regular file of this directory"):
+    with pytest.raises(FormatError, match=f"{name}: not a regular file but a symbolic link"):
         open_artifact(artifact)
 
 

@@ -10,13 +10,15 @@ import pytest
 import uqff_samples as samples
 
 from arctool.errors import ArctoolError, FormatError, GeometryError
+from arctool.quant import rows
 from arctool.quant.codebooks import Codebook
 from arctool.quant.hadamard import Rotation
-from arctool.quant.tensor import DenseTensor, TrellisTensor
+from arctool.quant.tensor import DenseTensor, GgmlTensor, TrellisTensor
 from arctool.quant.trellis import Geometry
 from arctool.uqff.entries import Entry
-from arctool.uqff.families import check_finite, decode, decode_bias, encode, read_table, table_entry, table_ref
+from arctool.uqff.families import decode, decode_bias, encode
 from arctool.uqff.sections import TableRef
+from arctool.uqff.wire.tables import read_table, table_entry, table_ref
 
 
 def pool(ref: TableRef) -> Codebook:
@@ -94,9 +96,9 @@ def test_f16_blocks_are_read_as_their_exact_f32_values() -> None:
         ]
     )
     weight = decode("h", entries, pool)
-    assert isinstance(weight, DenseTensor)
-    assert weight.data.dtype == np.float32
-    assert weight.data.tolist() == [[1.0, 2.0**-24]]
+    assert isinstance(weight, GgmlTensor)
+    assert weight.label == "f16"
+    assert weight.dense().tolist() == [[1.0, 2.0**-24]]
 
 
 def test_odd_addresses_are_copied_and_decode_alike() -> None:
@@ -132,15 +134,18 @@ TRELLIS_LIES: dict[str, tuple[Change, str]] = {
     "no format": (drop(".format"), "k.weight.format is missing"),
     "format as U32": (put(".format", "U32", (), u32(64)), r"k.weight.format: expected U8 \[\], found U32 \[\]"),
     "format of rank 1": (put(".format", "U8", (1,), b"@"), r"k.weight.format: expected U8 \[\], found U8 \[1\]"),
-    "tag 1": (put(".format", "U8", (), b"\x01"), r"unquantised \(tag 1\) is not readable by this version"),
-    "tag 4": (put(".format", "U8", (), b"\x04"), r"AFQ \(tag 4\) is not readable"),
+    "tag 1": (put(".format", "U8", (), b"\x01"), "k.weight.scales is not an entry of unquantised layers"),
+    "tag 2": (put(".format", "U8", (), b"\x02"), r"HQQ \(tag 2\) is not readable by this version"),
+    "tag 4": (put(".format", "U8", (), b"\x04"), "k.weight.biases is missing: AFQ layers need it"),
+    "tag 5": (put(".format", "U8", (), b"\x05"), r"F8Q8 \(tag 5\) is not readable"),
+    "a future tag": (put(".format", "U8", (), b"\x41"), "tag 65 is unknown to this version; known: 0, 1, 3, 4, 6, 64"),
     "tag 65": (put(".format", "U8", (), b"A"), "tag 65 is unknown to this version"),
     "tag 0 over trellis entries": (put(".format", "U8", (), b"\x00"), "k.weight.dtype is missing"),
     "no weight": (drop(""), "k.weight is missing"),
     "no scales": (drop(".scales"), "k.weight.scales is missing"),
     "no shape": (drop(".shape"), "k.weight.shape is missing"),
     "no sections": (drop(".sections"), "k.weight.sections is missing"),
-    "an unknown suffix": (put(".crc32", "U8", (4,), bytes(4)), "k.weight.crc32 is not an entry of a trellis layer"),
+    "an unknown suffix": (put(".crc32", "U8", (4,), bytes(4)), "k.weight.crc32 is not an entry of trellis layers"),
     "shape of rank 3": (put(".shape", "U32", (3,), u32(1, 5, 12)), "k.weight.shape: expected a U32 shape of 2 sizes"),
     "shape with a zero": (put(".shape", "U32", (2,), u32(0, 12)), "not the shape of a weight"),
     "more rows": (put(".shape", "U32", (2,), u32(6, 12)), r"k.weight: expected U8 \[6, 4\], found U8 \[5, 4\]"),
@@ -181,21 +186,22 @@ def test_a_lying_trellis_layer_is_refused_by_name(name: str) -> None:
 
 
 GGML_LIES: dict[str, tuple[Change, str]] = {
-    "Q4_K": (put(".dtype", "U32", (), u32(12)), r"Q4_K \(ggml 12\) is not readable by this version"),
+    "Q4_K": (put(".dtype", "U32", (), u32(12)), "q4k: in_features 5 is not a positive multiple of the block of 256"),
+    "Q8_K": (put(".dtype", "U32", (), u32(15)), r"q8k \(ggml 15\) is not readable by this version; it reads f32 \(0\), f16 \(1\)"),
     "Q8_0": (put(".dtype", "U32", (), u32(8)), "q8_0: in_features 5 is not a positive multiple of the block of 32"),
     "type 16": (put(".dtype", "U32", (), u32(16)), "ggml type 16 is not readable"),
     "dtype as U8": (put(".dtype", "U8", (), b"\x1e"), r"k.weight.dtype: expected U32 \[\], found U8"),
     "no dtype": (drop(".dtype"), "k.weight.dtype is missing"),
     "no shape": (drop(".shape"), "k.weight.shape is missing"),
-    "bytes too few": (put("", "U8", (29,), bytes(29)), r"BF16 \[3, 5\] takes 30 bytes as U8, found U8 \[29\]"),
-    "bytes too many": (put("", "U8", (31,), bytes(31)), r"BF16 \[3, 5\] takes 30 bytes"),
+    "bytes too few": (put("", "U8", (29,), bytes(29)), r"bf16 \[3, 5\] takes 30 bytes as U8, found U8 \[29\]"),
+    "bytes too many": (put("", "U8", (31,), bytes(31)), r"bf16 \[3, 5\] takes 30 bytes"),
     "bytes as U16": (put("", "U16", (15,), bytes(30)), r"takes 30 bytes as U8, found U16"),
-    "another type of equal rank": (put(".dtype", "U32", (), u32(0)), r"F32 \[3, 5\] takes 60 bytes"),
+    "another type of equal rank": (put(".dtype", "U32", (), u32(0)), r"f32 \[3, 5\] takes 60 bytes"),
     "shape of rank 0": (put(".shape", "U32", (), u32(15)), "k.weight.shape: expected a U32 shape"),
     "shape of rank 9": (put(".shape", "U32", (9,), u32(*[1] * 9)), "k.weight.shape: expected a U32 shape"),
     "shape as U8": (put(".shape", "U8", (2,), b"\x03\x05"), "k.weight.shape: expected a U32 shape"),
     "an enormous shape": (put(".shape", "U32", (3,), u32(*[1 << 31] * 3)), "not the shape of a weight"),
-    "scales": (put(".scales", "F32", (3,), bytes(12)), "k.weight.scales is not an entry of a GGUF layer"),
+    "scales": (put(".scales", "F32", (3,), bytes(12)), "k.weight.scales is not an entry of GGML layers"),
 }
 
 
@@ -248,12 +254,12 @@ def test_a_table_with_a_value_that_is_not_finite_is_refused(geometry: str, poiso
 
 
 def test_a_value_that_is_not_finite_is_found_past_the_first_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("arctool.uqff.families.FINITE_CHUNK", 4)
+    monkeypatch.setattr(rows.bounded_rows, "__kwdefaults__", {"most": 4})
     values = np.zeros((3, 5), np.float32)
-    check_finite(DenseTensor(values), "x")
+    DenseTensor(values).check_values("x")
     values[2, 1] = values[2, 4] = np.inf
     with pytest.raises(FormatError, match=r"x: the value at \[2, 1\] is inf"):
-        check_finite(DenseTensor(values), "x")
+        DenseTensor(values).check_values("x")
 
 
 UNWRITABLE: dict[str, tuple[str, Callable[[], object], str]] = {
