@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Final
+from typing import Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,17 @@ CHUNK_WEIGHTS: Final = 1 << 20
 """Weights that are decoded at a time; the oracle needs some tens of bytes for each."""
 
 
+class Rowwise(Protocol):
+    """What gives some of its rows in the basis of the model: a weight, or a tensor of a source that is read as it is asked for."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    def rows(self, which: slice, /) -> Rowwise: ...
+
+    def dense(self) -> NDArray[np.float32]: ...
+
+
 def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
     """(rows, weights of a row) of a tensor: [E, out, in] has E·out rows, [n] has n rows of one value."""
     if len(shape) < 2:
@@ -26,21 +37,21 @@ def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
     return math.prod(shape[:-1]), shape[-1]
 
 
-def grain(weight: Weight) -> int:
+def grain(weight: Weight | Rowwise) -> int:
     """Rows that can only be decoded together: a block of a rotation that mixes them, a whole matrix of a packed stack."""
     if isinstance(weight, TrellisTensor):
         return 1 if weight.rotation is None else weight.rotation.block_out
     return 1 if isinstance(weight, DenseTensor) else max(1, math.prod(weight.shape[1:-1]))
 
 
-def run_length(*weights: Weight) -> int:
+def run_length(*weights: Weight | Rowwise) -> int:
     """Rows of a chunk of about `CHUNK_WEIGHTS` that suits all `weights`, which have one shape."""
     together = math.lcm(*map(grain, weights))
     width = max(1, matrix_shape(weights[0].shape)[1])
     return max(1, CHUNK_WEIGHTS // (width * together)) * together
 
 
-def chunks(weight: Weight, rows: int) -> Iterator[tuple[int, NDArray[np.float32]]]:
+def chunks(weight: Weight | Rowwise, rows: int) -> Iterator[tuple[int, NDArray[np.float32]]]:
     """(first row, weights f32 [≤ rows, width]) from the first row to the last: together exactly `weight.dense()`.
 
     `rows`: a multiple of `grain(weight)`, as `run_length` gives it.
@@ -52,7 +63,7 @@ def chunks(weight: Weight, rows: int) -> Iterator[tuple[int, NDArray[np.float32]
         yield start, values.reshape(-1, width)
 
 
-def _run(weight: Weight, start: int, count: int) -> NDArray[np.float32]:
+def _run(weight: Weight | Rowwise, start: int, count: int) -> NDArray[np.float32]:
     which = slice(start, start + count)
     if isinstance(weight, DenseTensor):
         return DenseTensor(weight.data.reshape(matrix_shape(weight.shape))).rows(which).dense()

@@ -17,7 +17,7 @@ from arctool.quant.rows import bounded_rows
 from arctool.quant.tensor import PackedTensor, as_matrix
 from arctool.uqff.answers import Tally
 
-BLOCK_WEIGHTS: Final = 1 << 20
+BLOCK_WEIGHTS: Final = 1 << 19
 """Weights that the oracle and an implementation decode at a time; the oracle needs some tens of bytes for each."""
 
 AHEAD: Final = 3

@@ -8,7 +8,7 @@ import numpy as np
 
 from arctool.quant import fp8
 from arctool.quant.tensor import DenseTensor, Fp8Tensor, GgmlTensor, TrellisTensor, Weight
-from arctool.uqff.chunks import chunks, run_length
+from arctool.uqff.chunks import Rowwise, chunks, run_length
 
 DENSE_ERROR: Final = 2.0**-16
 """Relative error allowed to a tensor stored as bf16 or f32: rounding to 8 significant bits stays below 2^-18."""
@@ -17,7 +17,7 @@ FOREIGN_ERROR: Final = 0.5
 """Of a type that only others write, however they searched: a matrix of zeros has 1, one that has nothing to do with the layer 2."""
 
 
-def relative_error(stored: Weight, original: Weight) -> float:
+def relative_error(stored: Weight, original: Weight | Rowwise) -> float:
     """‖W−Ŵ‖²/‖W‖² of two weights of one shape, summed in f64; 0 for equal ones, inf where only the original is zero.
 
     Both are decoded a block of rows at a time.

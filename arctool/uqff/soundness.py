@@ -158,7 +158,7 @@ def _check_shapes(
         if key in unreadable:
             continue  # refused already
         try:
-            found = _shape(artifact, key, bias=name.endswith(".bias"))
+            found = _shape(artifact, key, readable, bias=name.endswith(".bias"))
         except ArctoolError as error:
             tally.fail(str(error))
             continue
@@ -177,8 +177,8 @@ def _check_shapes(
     return misfits
 
 
-def _shape(artifact: Artifact, key: str, *, bias: bool) -> tuple[int, ...] | None:
+def _shape(artifact: Artifact, key: str, readable: Mapping[str, LayerRecord], *, bias: bool) -> tuple[int, ...] | None:
     if not bias:
-        return artifact.form(key).shape
+        return readable[key].shape if key in readable else artifact.form(key).shape
     found = artifact.bias(key)
     return None if found is None else found.shape

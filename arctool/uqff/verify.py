@@ -24,6 +24,7 @@ from arctool.quant.codebooks import SHIPPED_TABLES, SUM2_SHA256, Codebook, Shipp
 from arctool.quant.tensor import DenseTensor, PackedTensor, TrellisTensor, Weight
 from arctool.quant.trellis import Geometry
 from arctool.uqff.answers import Answer, Coverage, LayerError, Tally, VerifyReport
+from arctool.uqff.chunks import Rowwise
 from arctool.uqff.comparison import Decoder, compare_layer, obstacle
 from arctool.uqff.distance import bit_limit, relative_error, worst_rounding
 from arctool.uqff.reader import Artifact, open_artifact
@@ -48,7 +49,7 @@ Regenerate = Callable[[str], NDArray | None]
 class Source(Protocol):
     """What the artifact was made from, by module path: a checkpoint."""
 
-    def weight(self, key: str) -> Weight: ...
+    def lazily(self, key: str) -> Rowwise: ...
 
     def bias(self, key: str) -> NDArray[np.float32] | None: ...
 
@@ -240,7 +241,7 @@ class _Compared:
 def _compare_with(artifact: Artifact, source: Source, calibrated: bool, key: str) -> _Compared:
     error = None
     try:
-        error = _layer_error(key, artifact.form(key), source.weight(key), calibrated)
+        error = _layer_error(key, artifact.form(key), source.lazily(key), calibrated)
         stored, original = artifact.bias(key), source.bias(key)
     except ArctoolError as fault:
         return _Compared(error, (str(fault),))
@@ -252,7 +253,7 @@ def _compare_with(artifact: Artifact, source: Source, calibrated: bool, key: str
     return _Compared(error, () if np.array_equal(stored, original) else ("the bias is not the source's",), True)
 
 
-def _layer_error(key: str, stored: Weight, original: Weight, calibrated: bool) -> LayerError:
+def _layer_error(key: str, stored: Weight, original: Rowwise, calibrated: bool) -> LayerError:
     if stored.shape != original.shape:
         raise FormatError(f"stored as {list(stored.shape)}, the source has {list(original.shape)}")
     return LayerError(key, stored.label, relative_error(stored, original), bit_limit(stored), plausible_error(stored, calibrated))

@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 from safetensors.torch import save_file as save_torch
+from tiny_gguf import write_gguf
 
 from arctool.bake.source.checkpoint import fingerprint, open_checkpoint
 from arctool.bake.source.stored import Source, StoredTensor
@@ -191,7 +192,7 @@ def test_the_fingerprint_of_a_large_file_notices_every_changed_byte_and_the_leng
 
         def check_readable(self, name: str) -> None: ...
 
-        def read(self, name: str) -> NDArray[np.float32]:
+        def read(self, name: str, rows: slice = slice(None)) -> NDArray[np.float32]:
             raise KeyError(name)
 
     path = tmp_path / "large.safetensors"
@@ -460,3 +461,18 @@ def test_a_file_cut_short_after_opening_is_refused_when_read(copy_checkpoint: Co
     os.truncate(directory / "model.safetensors", 3000)
     with pytest.raises(SourceError, match=r"model\.safetensors: model\.norm\.weight"):
         checkpoint.tensor("model.norm.weight")
+
+
+@pytest.mark.parametrize("key", ["model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj", "model.embed_tokens", "model.norm"])
+@pytest.mark.parametrize("kind", ["directory", "gguf"])
+def test_rows_that_are_read_by_themselves_are_those_of_the_whole(kind: str, key: str, tiny_llama: Path, tmp_path: Path) -> None:
+    source = tiny_llama if kind == "directory" else write_gguf(tiny_llama, tmp_path / "tiny.gguf", "llama")
+    with open_checkpoint(str(source)) as checkpoint:
+        whole, lazy = checkpoint.tensor(f"{key}.weight"), checkpoint.lazily(key)
+        assert lazy.shape == whole.shape
+        for part in (slice(None), slice(0, 1), slice(3, 17), slice(whole.shape[0] - 2, whole.shape[0]), slice(5, 5)):
+            rows = lazy.rows(part)
+            assert rows.shape == whole[part].shape
+            assert rows.dense().tobytes() == whole[part].tobytes()
+        with pytest.raises(SourceError, match="no tensor nothing"):
+            checkpoint.lazily("nothing")

@@ -55,3 +55,9 @@ def one_layer(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     kept = {name: values for name, values in weights.items() if not name.startswith("model.layers.1.")}
     save_file(kept, folder / "model.safetensors")
     return folder
+
+
+@pytest.fixture
+def artifact(tiny_artifact: Path, tmp_path: Path) -> Path:
+    """A baked tiny Llama to be broken."""
+    return Path(shutil.copytree(tiny_artifact, tmp_path / "artifact"))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,12 +23,6 @@ STORAGE, REQUEST, VERIFICATION = StorageError.exit_code, RequestError.exit_code,
 def model(copy_checkpoint: Callable[[str], Path]) -> Path:
     """A tiny Llama to be broken."""
     return copy_checkpoint("llama")
-
-
-@pytest.fixture
-def artifact(tiny_artifact: Path, tmp_path: Path) -> Path:
-    """A baked tiny Llama to be broken."""
-    return Path(shutil.copytree(tiny_artifact, tmp_path / "artifact"))
 
 
 def change_config(model: Path, **fields: object) -> None:

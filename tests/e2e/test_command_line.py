@@ -16,7 +16,7 @@ from zygote import Zygote
 from arctool.bake.source.checkpoint import open_checkpoint
 from arctool.uqff.container import open_artifact
 
-SUBCOMMANDS = ("bake", "verify", "eval", "inspect", "run", "doctor")
+SUBCOMMANDS = ("bake", "verify", "eval", "inspect", "diff", "run", "doctor")
 
 
 def test_a_fresh_process_bakes_and_runs(tiny_llama: Path, tmp_path: Path) -> None:
@@ -164,7 +164,7 @@ def test_force_replaces_an_artifact_and_nothing_but_an_artifact(zygote: Zygote, 
     first = tree(tmp_path / "a")
     ok(zygote.run(*argv, "qtip4b", "--force", cwd=tmp_path))
     assert tree(tmp_path / "a") != first
-    (tmp_path / "a" / "qtip4-0.uqff").write_bytes(b"damaged")
+    (tmp_path / "a" / "qtip4b-0.uqff").write_bytes(b"damaged")
     ok(zygote.run(*argv, "qtip4", "--force", cwd=tmp_path))
     assert tree(tmp_path / "a") == first
     for precious in ("notes.md", "folder/x.json"):

@@ -8,17 +8,22 @@ verdict exists, *other*: a well-formed artifact that was simply not written by u
   alignment may differ), so that nothing but bytes of entries changed; and
 * each changed entry is one whose every value means something, and nothing in the file says which was meant:
   - payload: `<key>.weight`, `<key>.weight.scales`, other value entries of a family (`VALUES`), `<key>.bias`, signs, residual tensors;
-  - code points between readings of equal size (`CODES`): `<key>.weight.dtype` 1 ⇄ 30 (F16 and BF16); in `<key>.weight.sections` the
-    last two bytes, the block sizes of a rotation, and the K of a geometry where so short a row has the same stride; and
+  - the three scales of an FP8 layer (`FP8`), where all of them changed and agree: two equal numbers and their reciprocal;
+  - code points between readings of equal size (`CODES`): `<key>.weight.dtype` between the types of a row of `TWINS`; in
+    `<key>.weight.sections` the last two bytes, the block sizes of a rotation, and the K of a geometry where so short a row has the same
+    stride; and
 * every layer whose entries are unchanged decodes to the original's bits, and the changed ones keep their shape and, but for `CODES`,
-  their label; what they decode to is finite where `verify` says so.
+  their label; what they decode to is finite.
 
-One header field joins the code points: the dtype F16 ⇄ BF16 of a residual tensor.
+One header field joins the code points: the dtype F16 ⇄ BF16 of a residual tensor, of a bias, of a layer of tag 1 (whose own dtype it
+is), and of the scales and offsets of an AFQ layer where both change. Nothing else of AFQ does: its `.bits` and `.group_size` follow from
+the lengths of three entries and the shape that the model needs.
 """
 
 from __future__ import annotations
 
 import signal
+import struct
 import time
 import zlib
 from collections import Counter
@@ -42,6 +47,11 @@ SECONDS = 5.0
 
 VALUES = ("weight", "weight.scales", "weight.biases", "bias", "weight.signs_in", "weight.signs_out")
 CODES = ("weight.dtype", "weight.sections")
+FP8 = ("weight.dequant_w_scale", "weight.dequant_x_scale", "weight.quant_scale")
+FACTORS = ("weight.scales", "weight.biases")
+
+TWINS = ({1, 30}, {2, 12}, {6, 13})
+"""ggml's numbers of types whose rows take the same bytes: f16 and bf16; q4_0 and q4k, 8 · 18 = 144; q5_0 and q5k, 8 · 22 = 176."""
 
 BIAS = "a layer's bias"
 
@@ -102,10 +112,10 @@ def write_base(directory: Path, base: Base) -> None:
         (directory / name).write_bytes(raw)
 
 
-def truth(only: Iterable[str] | None = None) -> Bits:
-    """What the sample's tensors are, by the oracle alone: no file is involved."""
+def truth(only: Iterable[str] | None = None, known: samples.Layers | None = None) -> Bits:
+    """What the tensors of the sample (`layers`, or others that are `known`) are, by the oracle alone: no file is involved."""
     found: Bits = {}
-    for key, (weight, bias) in samples.layers().items():
+    for key, (weight, bias) in (known or samples.layers()).items():
         if only is None or key in only:
             found[f"{key}.weight"] = (weight.label, weight.shape, weight.dense().tobytes())
             if bias is not None:
@@ -232,12 +242,12 @@ def forbidden(base: Base, mutant: Mutant, known: Bits, found: Bits) -> str:
             return f"{file}: other entries"
         for name in old:
             kinds = (old[name]["dtype"], new[name]["dtype"])
-            swap = file not in base.shards and set(kinds) == {"F16", "BF16"}
+            swap = set(kinds) == {"F16", "BF16"} and (file not in base.shards or swappable(name, before, after))
             if old[name]["shape"] != new[name]["shape"] or (kinds[0] != kinds[1] and not swap):
                 return f"{file}: {name}: another header and other bits"
             if before.payload(name) != after.payload(name) or swap:
                 changed.add(name)
-                why = "" if file not in base.shards else allowed(name, before.payload(name), after.payload(name), before)
+                why = "" if file not in base.shards else allowed(name, before, after)
                 if why:
                     return f"{name}: {why}"
                 if swap or name.endswith(CODES):
@@ -250,20 +260,37 @@ def forbidden(base: Base, mutant: Mutant, known: Bits, found: Bits) -> str:
             return f"{name} decodes otherwise, and none of its bytes changed"
         if found[name][1] != shape or (found[name][0] != label and layer_of(name) not in coded):
             return f"{name} became {found[name][0]} {found[name][1]}"
+        if not np.isfinite(np.frombuffer(found[name][2], "<f4")).all():
+            return f"{name} is not finite, and passes"
     return ""
 
 
-def allowed(name: str, old: bytes, new: bytes, parts: Parts) -> str:
+def swappable(name: str, before: Parts, after: Parts) -> bool:
+    """Whether nothing in a shard says which of two dtypes of equal size the entry was meant to have."""
+    key = layer_of(name)
+    rest, dtypes = name[len(key) + 1 :], {entry: info["dtype"] for entry, info in after.entries}
+    if rest in FACTORS:
+        return len({dtypes[f"{key}.{factor}"] for factor in FACTORS}) == 1
+    return rest == "bias" or (rest == "weight" and before.payload(f"{key}.weight.format") == b"\1")
+
+
+def allowed(name: str, before: Parts, after: Parts) -> str:
     """Why one entry of a layer may not change unseen; empty where it may."""
-    rest = name[len(layer_of(name)) + 1 :]
+    old, new = before.payload(name), after.payload(name)
+    key = layer_of(name)
+    rest = name[len(key) + 1 :]
     if rest in VALUES:
         return ""
-    if rest == "weight.dtype" and {int.from_bytes(old, "little"), int.from_bytes(new, "little")} == {1, 30}:
+    if rest == "weight.dtype" and any({int.from_bytes(old, "little"), int.from_bytes(new, "little")} == twins for twins in TWINS):
         return ""
+    if rest in FP8:
+        scales = [struct.unpack("<f", after.payload(f"{key}.{part}"))[0] for part in FP8]
+        changed = all(after.payload(f"{key}.{part}") != before.payload(f"{key}.{part}") for part in FP8)
+        return "" if changed and scales[0] == scales[1] and abs(scales[0] * scales[2] - 1) <= 2.0**-7 else f"scales {scales} unseen"
     if rest == "weight.sections" and len(old) == len(new):
         if old[:-2] == new[:-2] and old[-3] == 4:
             return ""
-        inner = int.from_bytes(parts.payload(f"{layer_of(name)}.weight.shape")[4:8], "little")
+        inner = int.from_bytes(before.payload(f"{key}.weight.shape")[4:8], "little")
         if old[0] == 3 and old[2:] == new[2:] and stride(old[1], old[3], inner) == stride(new[1], new[3], inner):
             return ""
     return f"{old[:40].hex()} became {new[:40].hex()} unseen"

@@ -193,7 +193,7 @@ class Source:
     def __init__(self, weights: NDArray[np.float32]) -> None:
         self.weights = weights
 
-    def weight(self, key: str) -> Weight:
+    def lazily(self, key: str) -> Weight:
         return DenseTensor(self.weights)
 
     def bias(self, key: str) -> None:

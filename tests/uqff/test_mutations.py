@@ -1,8 +1,9 @@
 """The mutation sweep: one change to one field of a small artifact, thousands of times, and nothing that is misread passes for right.
 
-`mutants` and `report_mutants` make them, `mutation_bench` judges them. Each layer of the sample is an artifact of its own (so that a
-mutant costs milliseconds), and all of them together are one of several shards. Both are swept twice: *sealed* as they were written, and
-*bare*, without the report and with a foreign producer, so that no hash can be what saves us.
+`mutants`, `report_mutants` and `family_mutants` make them, `mutation_bench` judges them. Each layer of the sample is an artifact of its
+own (so that a mutant costs milliseconds), and all of them together are one of several shards. Both are swept twice: *sealed* as they were
+written, and *bare*, without the report and with a foreign producer, so that no hash can be what saves us. The families that only others
+write are swept bare.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+import family_mutants
 import mutants
 import numpy as np
 import pytest
@@ -32,6 +34,12 @@ pytestmark = pytest.mark.timeout(300)
 WHOLE = "the whole"
 KEYS = tuple(samples.layers())
 TABLED = "model.layers.0.k"
+
+FAMILIES = "the families"
+FOREIGN = tuple(samples.families())
+WRITTEN = samples.WRITTEN
+SMALLEST = ("model.layers.0.fp8", "model.layers.0.afq3", "model.layers.0.experts.mxfp4", "model.layers.0.plain.bf16")
+"""Layers of `families` of which every byte is worth a mutant."""
 
 HARMLESS_FIELDS = (
     *(r"base_model", r"arctool\.(seed|algorithm|calibration|budget|tables|recipe|source)", r"arctool\.(recipe|source)\..*"),
@@ -60,27 +68,38 @@ def remembered(values: Callable[[Codebook, Geometry], np.ndarray]) -> Callable[[
 
 
 @pytest.fixture(scope="module")
-def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Base]:
-    """By layer key, the artifact that holds that layer alone; under `WHOLE`, all of them in several shards."""
+def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, bool], Base]:
+    """By layer key and whether it is sealed, the artifact that holds that layer alone; under `WHOLE` and `FAMILIES`, all in some shards."""
     place = tmp_path_factory.mktemp("bases")
     found = {}
     for index, key in enumerate(KEYS):
         samples.write(place / str(index), (key,))
-        found[key] = replace(base_of(place / str(index), key), common=index == 0)
+        found[key, True] = replace(base_of(place / str(index), key), common=index == 0)
     samples.write(place / "whole", shard_bytes=300)
-    return found | {WHOLE: base_of(place / "whole", WHOLE)}
+    found[WHOLE, True] = base_of(place / "whole", WHOLE)
+    found |= {(key, False): mutants.foreign(base) for (key, _), base in found.items()}
+    for key in FOREIGN:
+        samples.write_foreign(place / key, (key,))
+        found[key, False] = replace(base_of(place / key, key), common=False)
+    for key in WRITTEN:
+        samples.write(place / "own" / key, (key,), known=samples.families())
+        found[key, True] = replace(base_of(place / "own" / key, key), common=False)
+    samples.write(place / "own" / "all", WRITTEN, known=samples.families(), shard_bytes=300)
+    samples.write_foreign(place / "all", shards=3)
+    return found | {(FAMILIES, True): base_of(place / "own" / "all", FAMILIES), (FAMILIES, False): base_of(place / "all", FAMILIES)}
 
 
 class Benches:
     """Makes a bench for one of the bases: sealed as it was written, or bare."""
 
-    def __init__(self, bases: dict[str, Base], place: Path) -> None:
+    def __init__(self, bases: dict[tuple[str, bool], Base], place: Path) -> None:
         self.bases, self.place, self.count = bases, place, 0
 
     def __call__(self, key: str, sealed: bool) -> Bench:
-        base = self.bases[key] if sealed else mutants.foreign(self.bases[key])
         self.count += 1
-        return Bench(self.place / f"{self.count}", base, truth(None if key == WHOLE else (key,)), sealed=sealed)
+        known = samples.layers() if key in (*KEYS, WHOLE) else samples.families()
+        only = None if key == WHOLE else (WRITTEN if sealed else FOREIGN) if key == FAMILIES else (key,)
+        return Bench(self.place / f"{self.count}", self.bases[key, sealed], truth(only, known), sealed=sealed)
 
     def sweep(self, keys: Iterable[str], sealed: bool, generate: Callable[[Base], Iterator[Mutant | None]], every: int = 1) -> Sweep:
         """One kind of mutants over several artifacts, or about one of `every`."""
@@ -92,7 +111,7 @@ class Benches:
 
 
 @pytest.fixture
-def benches(bases: dict[str, Base], tmp_path: Path) -> Benches:
+def benches(bases: dict[tuple[str, bool], Base], tmp_path: Path) -> Benches:
     return Benches(bases, tmp_path)
 
 
@@ -101,7 +120,7 @@ SEALS = pytest.mark.parametrize("sealed", [True, False], ids=["sealed", "bare"])
 
 @SEALS
 def test_the_artifacts_themselves_pass_and_are_the_oracles(benches: Benches, sealed: bool) -> None:
-    for key in (*KEYS, WHOLE):
+    for key in (*KEYS, WHOLE, FAMILIES, *(WRITTEN if sealed else FOREIGN)):
         one = benches(key, sealed)
         assert one.failures() == []
         assert read(one.directory) == one.known
@@ -111,7 +130,7 @@ class Case(NamedTuple):
     """A kind of mutants: over which artifacts, one of how many when sealed and when bare, and at least how many of each verdict."""
 
     generate: Callable[[Base], Iterator[Mutant | None]]
-    keys: tuple[str, ...]
+    keys: dict[bool, tuple[str, ...]]
     every: dict[bool, int]
     least: dict[bool, dict[str, int]]
 
@@ -119,7 +138,9 @@ class Case(NamedTuple):
 def case(
     generate: Callable[[Base], Iterator[Mutant | None]], keys: tuple[str, ...], sealed: int, bare: int, *least: dict[str, int]
 ) -> Case:
-    return Case(generate, keys, {True: sealed, False: bare}, {True: least[0], False: least[1]})
+    """`keys` that only others write are left out when sealed."""
+    ours = tuple(key for key in keys if key not in FOREIGN or key in WRITTEN)
+    return Case(generate, {True: ours, False: keys}, {True: sealed, False: bare}, {True: least[0], False: least[1]})
 
 
 def about(generate: Callable[[Base], Iterator[Mutant | None]], words: str) -> Callable[[Base], Iterator[Mutant]]:
@@ -149,6 +170,23 @@ KINDS = {
     "config": case(
         lambda b: report_mutants.report_texts(b, "config.json"), KEYS[:1], 1, 1, {"refused": 19}, {"refused": 16, "harmless": 1}
     ),
+    "families: lengths": case(mutants.lengths, FOREIGN, 9, 3, {"refused": 110}, {"refused": 450, "harmless": 120}),
+    "families: headers": case(mutants.headers, FOREIGN, 9, 3, {"refused": 65}, {"refused": 270, "harmless": 110}),
+    "families: dtype, shape, offsets": case(
+        mutants.header_values, FOREIGN, 12, 2, {"refused": 300}, {"refused": 3400, "harmless": 15, "other": 2}
+    ),
+    "families: entries": case(mutants.entries, FOREIGN, 12, 2, {"refused": 170}, {"refused": 1750, "other": 2}),
+    "families: entries in shards": case(mutants.entries, (FAMILIES,), 48, 24, {"refused": 45}, {"refused": 170, "harmless": 4}),
+    "families: format tags": case(about(mutants.values, r"\.format: "), FOREIGN, 12, 3, {"refused": 140}, {"refused": 1050}),
+    "families: values": case(
+        about(mutants.values, r"^(?!.*\.format: )"), FOREIGN, 12, 6, {"refused": 200}, {"refused": 480, "other": 1300}
+    ),
+    "families: values together": case(
+        family_mutants.together, FOREIGN, 6, 1, {"refused": 210}, {"refused": 1900, "harmless": 5, "other": 8}
+    ),
+    "families: a bit of every byte": case(
+        lambda b: mutants.flips(b, 1), SMALLEST, 8, 2, {"refused": 400}, {"refused": 1600, "harmless": 200, "other": 180}
+    ),
 }
 
 
@@ -157,7 +195,7 @@ KINDS = {
 def test_every_mutant_is_refused_by_place_or_harmless(benches: Benches, kind: str, sealed: bool) -> None:
     """Sealed, every change of a byte outside the report is refused; bare, by the rule of `mutation_bench`."""
     generate, keys, every, least = KINDS[kind]
-    sweep = benches.sweep(keys, sealed, generate, every[sealed])
+    sweep = benches.sweep(keys[sealed], sealed, generate, every[sealed])
     sweep.check(least[sealed])
 
 
@@ -180,7 +218,8 @@ def test_the_report_as_a_text(benches: Benches) -> None:
 
 def test_hashes_that_were_taken_out_of_a_report_are_missed(benches: Benches) -> None:
     """Whoever can change a weight can change the report: our own artifact without our hashes is no artifact of another program."""
-    benches.sweep((*KEYS, WHOLE), True, report_mutants.stripped).check({"refused": 9 * (len(KEYS) + 1)})
+    keys = (*KEYS, WHOLE, *WRITTEN)
+    benches.sweep(keys, True, report_mutants.stripped).check({"refused": 9 * len(keys)})
 
 
 def test_the_bench_sees_what_no_rule_allows(benches: Benches, monkeypatch: pytest.MonkeyPatch) -> None:

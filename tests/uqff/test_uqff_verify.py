@@ -38,7 +38,7 @@ class Oracle:
         return self.only in weight.label
 
     def decode(self, weight: TrellisTensor) -> tuple[np.ndarray, np.ndarray]:
-        assert weight.rotation is None
+        assert getattr(weight, "rotation", None) is None
         self.largest = max(self.largest, weight.shape[0] * weight.shape[1])
         return np.arange(weight.in_features), self.fault(weight.decode())
 
@@ -62,7 +62,7 @@ class Truth:
         self.known |= changed or {}  # type: ignore[arg-type]
         self.biases = {key: bias for key, (_, bias) in samples.layers().items()} | (biases or {})
 
-    def weight(self, key: str) -> Weight:
+    def lazily(self, key: str) -> Weight:
         found = self.known.get(key)
         if found is None:
             raise SourceError(f"no tensor {key}")

@@ -13,6 +13,7 @@ import os
 import re
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
@@ -24,7 +25,7 @@ from numpy.typing import NDArray
 from arctool.bake.source.gguf_source import open_gguf
 from arctool.bake.source.hf_directory import PICKLE_SUFFIXES, open_hf_directory
 from arctool.bake.source.hub import fetch_snapshot
-from arctool.bake.source.stored import Source
+from arctool.bake.source.stored import ALL_ROWS, Source, TensorStore, part_of
 from arctool.errors import SourceError, UsageError
 from arctool.quant.tensor import DenseTensor
 from arctool.run.config import ModelConfig
@@ -43,6 +44,24 @@ HASH_THREADS = 4
 """Files that are hashed at a time: a disk is kept busy, a machine is not."""
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class SourceRows:
+    """A tensor of a source, or some rows of it, that is read when it is asked for its values: what is compared need not be held."""
+
+    store: TensorStore
+    name: str
+    shape: tuple[int, ...]
+    which: slice
+
+    def rows(self, which: slice) -> SourceRows:
+        """Some rows of the whole tensor."""
+        return replace(self, shape=part_of(self.shape, which)[0], which=which)
+
+    def dense(self) -> NDArray[np.float32]:
+        """The values f32. Raises SourceError."""
+        return self.store.read(self.name, self.which)
 
 
 class Checkpoint:
@@ -99,6 +118,12 @@ class Checkpoint:
         """The file that holds tensor `name`, for messages."""
         self._known(name)
         return self._source.store.entries[name].file
+
+    def lazily(self, key: str) -> SourceRows:
+        """The weight of module `key`, of which nothing has been read."""
+        name = f"{key}.weight"
+        self._known(name)
+        return SourceRows(self._source.store, name, self._source.store.entries[name].shape, ALL_ROWS)
 
     def weight(self, key: str) -> DenseTensor:
         """The weight of module `key` (its tensor's name without `.weight`), f32."""

@@ -6,6 +6,7 @@ allocate without bound. Block dequantisation is the `gguf` library's. Knows noth
 
 from __future__ import annotations
 
+import math
 import mmap
 import struct
 from collections.abc import Mapping
@@ -18,6 +19,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 from numpy.typing import NDArray
 
+from arctool.bake.source.stored import ALL_ROWS, part_of
 from arctool.errors import SourceError
 
 MAGIC = b"GGUF"
@@ -85,25 +87,28 @@ class GgufFile:
         if tensor.type_name not in READABLE_TYPES:
             raise SourceError(f"{self.path}: {tensor.name}: block type {tensor.type_name} cannot be read; use another quantisation")
 
-    def raw(self, tensor: GgufTensor) -> NDArray[np.uint8]:
-        """The bytes of `tensor` as it is stored: u8 [..., row_bytes]."""
+    def raw(self, tensor: GgufTensor, rows: slice = ALL_ROWS) -> NDArray[np.uint8]:
+        """The bytes of `tensor`, or of some rows of it, as they are stored: u8 [..., row_bytes]."""
+        shape, first = part_of(tensor.shape, rows)
+        nbytes, before = (tensor.nbytes * count // math.prod(tensor.shape) for count in (math.prod(shape), first))
         try:
-            raw = np.fromfile(self.path, np.uint8, tensor.nbytes, offset=tensor.offset)
+            raw = np.fromfile(self.path, np.uint8, nbytes, offset=tensor.offset + before)
         except OSError as error:
             raise SourceError(f"{self.path}: {tensor.name}: cannot be read: {error}") from error
-        if raw.size != tensor.nbytes:
-            raise SourceError(f"{self.path}: {tensor.name}: expected {tensor.nbytes} bytes, the file ends after {raw.size}")
-        return raw.reshape(*tensor.shape[:-1], -1)
+        if raw.size != nbytes:
+            raise SourceError(f"{self.path}: {tensor.name}: expected {nbytes} bytes, the file ends after {raw.size}")
+        width = nbytes if len(shape) < 2 else tensor.nbytes // math.prod(tensor.shape[:-1])
+        return raw.reshape(*shape[:-1], width)
 
-    def read(self, tensor: GgufTensor) -> NDArray[np.float32]:
-        """The values f32 of `tensor`, dequantised."""
+    def read(self, tensor: GgufTensor, rows: slice = ALL_ROWS) -> NDArray[np.float32]:
+        """The values f32 of `tensor`, or of some rows of it, dequantised."""
         self.check_readable(tensor)
-        rows = self.raw(tensor)
+        raw = self.raw(tensor, rows)
         if tensor.type_name in ("F32", "F16"):
-            values = rows.reshape(-1).view("<f4" if tensor.type_name == "F32" else "<f2")
+            values = raw.reshape(-1).view("<f4" if tensor.type_name == "F32" else "<f2")
         else:
-            values = dequantize(rows, GGMLQuantizationType[tensor.type_name])
-        return values.astype(np.float32, copy=False).reshape(tensor.shape)
+            values = dequantize(raw, GGMLQuantizationType[tensor.type_name])
+        return values.astype(np.float32, copy=False).reshape(part_of(tensor.shape, rows)[0])
 
 
 def read_gguf(path: Path) -> GgufFile:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from arctool.bake.source.gguf_file import GgufArray, GgufFile, GgufTensor, read_gguf
 from arctool.bake.source.gguf_tokenizer import tokenizer_assets
-from arctool.bake.source.stored import Source, StoredTensor
+from arctool.bake.source.stored import ALL_ROWS, Source, StoredTensor
 from arctool.bake.source.terms import terms_of
 from arctool.errors import SourceError
 from arctool.run.layers.rope import inverse_frequencies
@@ -101,10 +101,11 @@ class GgufStore:
         blocks = self._file.raw(tensor)
         return deinterleave(blocks, self._heads[name]) if name in self._heads else blocks
 
-    def read(self, name: str) -> NDArray[np.float32]:
-        """The values f32 of tensor `name`."""
-        values = self._file.read(self._tensors[name])
-        return deinterleave(values, self._heads[name]) if name in self._heads else values
+    def read(self, name: str, rows: slice = ALL_ROWS) -> NDArray[np.float32]:
+        """The values f32 of tensor `name`, or of some rows of it."""
+        if name in self._heads:  # rows of a head lie apart, so all are read
+            return deinterleave(self._file.read(self._tensors[name]), self._heads[name])[rows]
+        return self._file.read(self._tensors[name], rows)
 
 
 def deinterleave(values: NDArray[Row], heads: int) -> NDArray[Row]:

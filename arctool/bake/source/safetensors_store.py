@@ -7,6 +7,7 @@ has no bf16 and its memory map would count every tensor ever read as memory in u
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
-from arctool.bake.source.stored import StoredTensor
+from arctool.bake.source.stored import ALL_ROWS, StoredTensor, part_of
 from arctool.errors import SourceError
 from arctool.quant.bf16 import from_bf16
 
@@ -59,21 +60,22 @@ class SafetensorsStore:
         """None: safetensors files hold plain numbers."""
         return None
 
-    def read(self, name: str) -> NDArray[np.float32]:
+    def read(self, name: str, rows: slice = ALL_ROWS) -> NDArray[np.float32]:
         """The values f32 of tensor `name`, read from its file."""
         slot = self._slots[name]
         entry = slot.entry
         self.check_readable(name)
         dtype = READABLE_DTYPES[entry.dtype]
-        count = int(np.prod(entry.shape, dtype=np.int64))
+        shape, first = part_of(entry.shape, rows)
+        count = math.prod(shape)
         try:
-            raw = np.fromfile(entry.file, dtype, count, offset=slot.offset)
+            raw = np.fromfile(entry.file, dtype, count, offset=slot.offset + first * dtype.itemsize)
         except OSError as error:
             raise SourceError(f"{entry.file}: {name}: cannot be read: {error}") from error
         if raw.size != count:
             raise SourceError(f"{entry.file}: {name}: expected {count} values, the file ends after {raw.size}; fetch it again")
         values = from_bf16(raw) if entry.dtype == "BF16" else raw.astype(np.float32, copy=False)
-        return values.reshape(entry.shape)
+        return values.reshape(shape)
 
 
 def _read_header(file: Path) -> list[_Slot]:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +16,8 @@ from numpy.typing import NDArray
 
 from arctool.bake.source.terms import Terms
 
+ALL_ROWS = slice(None)
+
 
 @dataclass(frozen=True)
 class StoredTensor:
@@ -24,6 +27,14 @@ class StoredTensor:
     shape: tuple[int, ...]
     dtype: str
     file: Path
+
+
+def part_of(shape: tuple[int, ...], rows: slice) -> tuple[tuple[int, ...], int]:
+    """(shape of those rows of a tensor, values before the first of them). `rows`: a run of them, without a step."""
+    if not shape:
+        return shape, 0
+    start, stop, _ = rows.indices(shape[0])
+    return (max(0, stop - start), *shape[1:]), start * math.prod(shape[1:])
 
 
 class TensorStore(Protocol):
@@ -42,8 +53,8 @@ class TensorStore(Protocol):
         """The bytes u8 [..., row_bytes] of a tensor of GGML blocks, rows in the order of `read`; None where it is stored otherwise."""
         ...
 
-    def read(self, name: str) -> NDArray[np.float32]:
-        """The values f32 of the entry's shape. Raises SourceError where the file cannot be read."""
+    def read(self, name: str, rows: slice = ALL_ROWS) -> NDArray[np.float32]:
+        """The values f32 of the entry's shape, or some rows of it. Raises SourceError where the file cannot be read."""
         ...
 
 
