@@ -114,19 +114,17 @@ def unpack_symbols(packed: NDArray[np.uint8], geometry: Geometry, in_features: i
 def row_states(packed: NDArray[np.uint8], geometry: Geometry, in_features: int) -> NDArray[np.int32]:
     """The states [rows, steps] that the streams pass through: state t = stream bits [k(t+1)−l, k(t+1)), bits below 0 are zero.
 
-    This is the definition, taken literally: the bits are laid out, `l` zero bits put in front, and one window read a step.
+    The definition, taken literally: the bits are laid out, `l` zero bits put in front, and bit j of state t is bit k(t+1) + j of that.
     """
     check_packed(packed, geometry, in_features, geometry.name)
     steps = geometry.steps(in_features)
-    stream = np.unpackbits(packed, axis=1, bitorder="little", count=steps * geometry.k).astype(np.int32)
-    history = np.zeros((packed.shape[0], geometry.l), np.int32)
+    stream = np.unpackbits(packed, axis=1, bitorder="little", count=steps * geometry.k)
+    history = np.zeros((packed.shape[0], geometry.l), np.uint8)
     padded = np.concatenate([history, stream], axis=1)
-    weights = np.left_shift(1, np.arange(geometry.l, dtype=np.int32))
-    states = np.empty((packed.shape[0], steps), np.int32)
-    for t in range(steps):
-        start = geometry.k * (t + 1)
-        states[:, t] = (padded[:, start : start + geometry.l] * weights).sum(axis=1)
-    return states
+    states = np.zeros((packed.shape[0], steps), np.uint16)
+    for j in range(geometry.l):
+        states |= padded[:, geometry.k + j :: geometry.k][:, :steps].astype(np.uint16) << np.uint16(j)
+    return states.astype(np.int32)
 
 
 def decode_rows(

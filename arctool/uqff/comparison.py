@@ -6,7 +6,7 @@ Memory holds a few blocks of rows at a time. Knows no kernels, which are handed 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future
 from typing import Final, Protocol
 
@@ -59,10 +59,13 @@ def obstacle(weight: PackedTensor, misfit: bool, accepted: bool) -> str:
     return "" if accepted else f"no implementation accepts {weight.label} {list(weight.shape)}"
 
 
-def compare_layer(key: str, weight: PackedTensor, decoders: list[Decoder], tally: Tally, pool: Executor) -> dict[str, tuple[int, int]]:
+def compare_layer(
+    key: str, weight: PackedTensor, decoders: list[Decoder], tally: Tally, pool: Executor, done: Callable[[], None]
+) -> dict[str, tuple[int, int]]:
     """(compared, differing) weights by implementation; the first difference of each goes into `tally`.
 
     The oracle decodes the next blocks in `pool` while implementations, which have threads of their own, are asked one after the other.
+    `done` is called after each block.
     """
     counts = {decoder.name: (0, 0) for decoder in decoders}
     blocks = bounded_rows(weight.shape[0], *weight.shape[1:], most=BLOCK_WEIGHTS) if decoders else iter(())
@@ -73,6 +76,7 @@ def compare_layer(key: str, weight: PackedTensor, decoders: list[Decoder], tally
             if differing and not before[1]:
                 tally.fail(f"{key}: {decoder.name}: {first} (rows counted from {start})")
             counts[decoder.name] = before[0] + compared, before[1] + differing
+        done()
     return counts
 
 

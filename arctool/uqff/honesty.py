@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Executor
@@ -17,7 +16,6 @@ from arctool.uqff.files import hash_file
 from arctool.uqff.header import parse_json
 from arctool.uqff.reader import Artifact
 from arctool.uqff.report import REPORT_NAME, LayerRecord, Output, Report, make_output
-from arctool.uqff.shard import Shard
 
 KIND_NAMES: Final = frozenset(
     (
@@ -83,16 +81,10 @@ def check_hashes(artifact: Artifact, pool: Executor, tally: Tally, *, entries: b
     _compare("file", {name: digest for name, digest in hashes.files.items() if name not in skipped}, files, tally)
     places = [(shard, name) for shard in artifact.shards for name in shard.header.tensors]
     if entries:
-        found = pool.map(lambda place: _entry_digest(*place), places)
+        found = pool.map(lambda place: place[0].sha256(place[1]), places)
         _compare("entry", hashes.entries, {name: digest for (_, name), digest in zip(places, found, strict=True)}, tally)
     else:
         _compare_names("entry", hashes.entries, {name for _, name in places}, tally)
-
-
-def _entry_digest(shard: Shard, name: str) -> str:
-    digest = hashlib.sha256(shard.entry(name).raw.data).hexdigest()
-    shard.release(name)
-    return digest
 
 
 def _without_report(artifact: Artifact, tally: Tally) -> None:

@@ -90,13 +90,13 @@ class Artifact:
         """The weight of layer `key`, else the residual tensor `<key>.weight`. Raises FormatError, GeometryError."""
         if key not in self._layers:
             return self.residual(f"{key}.weight")
-        return decode(key, self.entries(key), self.table, self._where(key))
+        return decode(key, self.entries(key), self.table, self.where(key))
 
     def form(self, key: str) -> Weight:
         """As `weight`, by what the layer's small entries say: no scale and no code has been looked at."""
         if key not in self._layers:
             return self.residual(f"{key}.weight")
-        return decode(key, self.entries(key), self.table, self._where(key), values=False)
+        return decode(key, self.entries(key), self.table, self.where(key), values=False)
 
     def release(self, key: str) -> None:
         """Tell the system that the pages of layer `key` will not be needed soon: what was mapped is no longer held in memory."""
@@ -109,7 +109,7 @@ class Artifact:
         if key in self._layers:
             if name not in self._layers[key]:
                 return None
-            return decode_bias(key, self.entries(key), self.form(key).shape, self._where(key))
+            return decode_bias(key, self.entries(key), self.form(key).shape, self.where(key))
         return self.residual(name).dense() if name in self.residual_shard.header.tensors else None
 
     def residual(self, name: str) -> DenseTensor:
@@ -143,7 +143,8 @@ class Artifact:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
-    def _where(self, key: str) -> str:
+    def where(self, key: str) -> str:
+        """The shard that holds layer `key`, for messages."""
         return str(next(iter(self._layers[key].values())).path)
 
     def _check_residual(self) -> None:

@@ -16,6 +16,9 @@ from arctool.uqff.entries import Entry
 from arctool.uqff.files import storage_errors
 from arctool.uqff.header import Header, parse_header
 
+HASHED: Final = 1 << 24
+"""Bytes that are hashed before their pages are given back."""
+
 
 class Shard:
     """An open safetensors file. Arrays handed out are read-only views of the mapping and stay valid after `close`."""
@@ -42,6 +45,14 @@ class Shard:
         info = self.header.tensors[name]
         start = self.header.data_start
         return Entry(name, info.dtype, info.shape, self._mapped()[start + info.begin : start + info.end])
+
+    def sha256(self, name: str) -> str:
+        """SHA-256 (hex) of the tensor `name`, of which no more than `HASHED` bytes are in memory at a time."""
+        digest, raw = hashlib.sha256(), self.entry(name).raw
+        for at in range(0, raw.nbytes, HASHED):
+            digest.update(raw[at : at + HASHED].data)
+            self.release(name)
+        return digest.hexdigest()
 
     def release(self, name: str) -> None:
         """Let the system take back the memory of the tensor `name`; whoever reads it again reads it from the file."""

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from arctool.errors import ArctoolError, FormatError
+from arctool.quant.rows import bounded_rows
 from arctool.quant.tensor import DenseTensor, TrellisTensor, Weight
 from arctool.uqff.answers import Tally
 from arctool.uqff.discovery import CONFIG_NAME, RESIDUAL_NAME, SHADOWS
@@ -24,6 +25,9 @@ from arctool.uqff.report import REPORT_NAME, LayerRecord
 from arctool.uqff.wire.tables import table_name
 
 Step = Callable[[], None]
+
+CHECKED: Final = 1 << 24
+"""Weights whose scales are looked at before their pages are given back."""
 
 _HARMLESS: Final = ("readme", "license", "licence", "notice", ".gitattributes")
 """What people and hubs put beside a model, and no loader reads."""
@@ -90,12 +94,16 @@ def _look_at(artifact: Artifact, values: bool, key: str) -> _Seen:
     """Take one layer apart: entries, lengths, geometry and, with `values`, finite scales and weights."""
     faults: tuple[str, ...] = ()
     try:
-        weight, bias = artifact.weight(key) if values else artifact.form(key), artifact.bias(key)
+        weight, bias = artifact.form(key), artifact.bias(key)
+        if values and not isinstance(weight, DenseTensor):
+            _check_values(artifact, key, weight)
     except ArctoolError as error:
         return _Seen(faults=(str(error),))
     if values and isinstance(weight, DenseTensor):
-        # The layer stays readable: its other faults are still looked for.
-        faults = _not_finite(weight, f"{artifact.directory}: {key}.weight")
+        try:
+            _check_values(artifact, key, weight)
+        except FormatError as error:
+            faults = (str(error),)  # the layer stays readable: its other faults are still looked for
     nbytes = sum(entry.nbytes for entry in artifact.entries(key).values())
     record = LayerRecord(key, weight.shape, weight.label, nbytes, weight.stored_bits / math.prod(weight.shape))
     table = table_name(weight.codebook.digest) if isinstance(weight, TrellisTensor) and weight.codebook.kind == "table" else None
@@ -103,6 +111,18 @@ def _look_at(artifact: Artifact, values: bool, key: str) -> _Seen:
     del weight, bias
     artifact.release(key)
     return _Seen(record, kind, table, faults)
+
+
+def _check_values(artifact: Artifact, key: str, weight: Weight) -> None:
+    """As `Artifact.weight` checks it, some rows at a time, so that no more of a large tensor is in memory than that."""
+    where = f"{artifact.where(key)}: {key}.weight"
+    for part in bounded_rows(weight.shape[0], *weight.shape[1:], most=CHECKED):
+        try:
+            weight.rows(part).check_values(where)
+        except FormatError:
+            weight.check_values(where)  # again, to name the row among all
+            raise
+        artifact.release(key)
 
 
 def _not_finite(tensor: DenseTensor, where: str) -> tuple[str, ...]:

@@ -131,7 +131,7 @@ def _check_implementations(
         if reason:
             takers = []
             tally.fail(f"{key}: {reason}, so nothing was compared")
-        for decoder, (compared, differing) in compare_layer(key, weight, takers, tally, pool).items():
+        for decoder, (compared, differing) in compare_layer(key, weight, takers, tally, pool, partial(artifact.release, key)).items():
             seen = totals[decoder]
             totals[decoder] = Coverage(decoder, seen.tensors + 1, seen.weights + compared, seen.differing + differing)
         tally.count("tensors compared", int(bool(takers)))

@@ -241,11 +241,13 @@ SLACK = 300_000
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> tuple[Base, Bits]:
-    """One dense layer of 1 MB, which is mapped, and a small one of each trellis kind beside it."""
+    """One dense layer of 1 MB, which is mapped, and small ones beside it."""
     place = tmp_path_factory.mktemp("large") / "a"
     tensors: dict[str, Weight] = {
         "model.big": samples.dense(512, 512, dtype=np.float32),
         "model.t": samples.trellis("K8V4L12", samples.table(Geometry.parse("K8V4L12"))),
+        "model.b": samples.blocks("q8_0", 2, 1, 32),
+        "model.f": samples.fp8(2, 4),
     }
     with ArtifactWriter(place, "q", config={}, assets={}) as writer:
         for key, weight in tensors.items():

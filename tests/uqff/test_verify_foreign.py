@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import time
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +16,7 @@ from test_uqff_verify import SHIPPED, Oracle, check
 from uqff_samples import Stored
 
 from arctool.quant.tensor import PackedTensor
+from arctool.uqff.container import open_artifact
 from arctool.uqff.shard import Shard
 from arctool.uqff.verify import VerifyReport, verify
 
@@ -257,8 +257,6 @@ def test_fast_looks_at_no_residual_values_either(foreign: Path) -> None:
     assert verify(foreign, fast=True).passed
 
 
-MEGABYTES = 64
-
 LARGE: dict[str, tuple[int, dict[str, Stored], dict[str, tuple[str, list[int]]]]] = {
     "q8_0": (0, {".dtype": ("U32", [], b"\x08\0\0\0"), ".shape": ("U32", [2], b"\0\0\x20\0\x20\0\0\0")}, {"": ("U8", [34 << 21])}),
     "f16": (0, {".dtype": ("U32", [], b"\1\0\0\0"), ".shape": ("U32", [2], b"\0\0\x10\0\x20\0\0\0")}, {"": ("U8", [1 << 26])}),
@@ -302,33 +300,38 @@ def write_large(directory: Path, kind: str, shift: int) -> None:
         file.write(tail)
 
 
-@pytest.mark.parametrize("shift", [0, 1])
-@pytest.mark.parametrize("kind", LARGE)
-def test_fast_takes_no_memory_and_no_time_for_a_layer_of_any_size(tmp_path: Path, kind: str, shift: int) -> None:
-    """Mapped and never touched, at whatever address it lies; our own writer puts entries at odd ones."""
-    write_large(tmp_path / "a", kind, shift)
+def measured(directory: Path, *, fast: bool) -> tuple[VerifyReport, int]:
+    """The report, and the most bytes that were allocated on the way to it; what is mapped is not counted."""
     tracemalloc.start()
     try:
-        before, start = tracemalloc.get_traced_memory()[0], time.process_time()
-        report = verify(tmp_path / "a", fast=True, jobs=1)
-        peak, seconds = tracemalloc.get_traced_memory()[1] - before, time.process_time() - start
+        before = tracemalloc.get_traced_memory()[0]
+        report = verify(directory, fast=fast, jobs=1)
+        return report, tracemalloc.get_traced_memory()[1] - before
     finally:
         tracemalloc.stop()
-    assert report.passed, report.container.failures
-    assert report.container.counts["layers"] == 1
-    assert peak < MEGABYTES << 14, f"{peak} bytes"
-    assert seconds < 1
 
 
-def test_fast_takes_only_small_entries_from_its_shards(foreign: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is handed to a hash or to a look at values is counted by what the shards give back afterwards."""
-    hashed: list[str] = []
-    monkeypatch.setattr("arctool.uqff.honesty._entry_digest", lambda shard, name: hashed.append(name) or "")
-    samples.write(foreign.parent / "own", known=samples.families() | samples.layers(), only=(*samples.WRITTEN, "lm_head"))
-    assert verify(foreign.parent / "own", fast=True).passed
-    assert hashed == []
-    assert not check(foreign.parent / "own").passed
-    assert len(hashed) > 30
+@pytest.mark.parametrize("shift", [0, 1])
+@pytest.mark.parametrize("kind", LARGE)
+def test_a_layer_is_never_held_whole_at_whatever_address_it_lies(tmp_path: Path, kind: str, shift: int) -> None:
+    """Our own writer puts entries at odd addresses. A whole reading holds chunks of 2^20 weights, headers alone hold nothing."""
+    write_large(tmp_path / "a", kind, shift)
+    for fast, most in ((True, 1 << 20), (False, 24 << 20)):
+        report, peak = measured(tmp_path / "a", fast=fast)
+        assert report.container.passed, report.container.failures
+        assert report.container.counts["layers"] == 1
+        assert peak < most, f"{'fast' if fast else 'whole'}: {peak} bytes for a layer of 64 MB"
+
+
+def test_fast_hashes_headers_and_texts_only(tmp_path: Path) -> None:
+    directory = own(tmp_path / "a")
+    fast, whole = verify(directory, fast=True).container, check(directory).container
+    with open_artifact(directory) as artifact:
+        entries = sum(len(shard.header.tensors) for shard in artifact.shards)
+    assert fast.passed
+    assert whole.passed
+    assert fast.counts["hashes"] == 1 + 3  # the shard's header, config.json, two assets
+    assert whole.counts["hashes"] == 1 + 3 + 1 + entries
 
 
 def own(directory: Path) -> Path:
@@ -370,9 +373,7 @@ ALTERED: dict[str, tuple[Callable[[Path], object], str]] = {
 @pytest.mark.parametrize("name", ALTERED)
 def test_fast_still_refuses_what_headers_and_texts_say(tmp_path: Path, name: str) -> None:
     directory = own(tmp_path / "a")
-    assert verify(directory, fast=True, expected=shapes(*samples.WRITTEN)).container.failures == tuple(
-        f"{directory}: {key}.bias" for key in ()
-    )
+    assert verify(directory, fast=True, expected=shapes(*samples.WRITTEN)).passed
     ALTERED[name][0](directory)
     report = verify(directory, fast=True)
     assert not report.passed
@@ -446,7 +447,7 @@ def test_lengths_and_shapes_are_held_to_the_model_with_data_and_without(tmp_path
 
 
 def broken(directory: Path) -> Path:
-    """Nine faults in different layers, one of them a layer that cannot be read."""
+    """Faults in many layers, one of which cannot be read even by its form."""
     samples.write_foreign(directory, report=True)
     changed: dict[str, Stored | None] = {entry: lie for name, (entry, lie) in poisoned().items() if "q" in name}
     patch(directory, changed | {"model.layers.0.fp8.weight.dtype": None})
@@ -468,10 +469,44 @@ def test_the_number_of_threads_changes_no_word_of_a_report(tmp_path: Path, which
 
     first = ask(1)
     assert first.container.passed == (which == "foreign")
-    assert which != "broken" or first.container.failure_count > (1 if fast else 5)
-    assert fast or first.coverage[1].differing > 1000
+    assert which != "broken" or first.container.failure_count > (0 if fast else 5)
+    assert fast or first.coverage[1].differing > 200
     for jobs in (2, 4, 4):
         assert ask(jobs).to_json() == first.to_json()
+
+
+LAST: dict[str, tuple[str, int, bytes, str]] = {
+    "q5_1": ("", 48, b"\0\x7c", "the q5_1 scale of row 2, block 0"),
+    "experts.q8_0": ("", 170, b"\0\x7c", "the q8_0 scale of row [1, 2], block 0"),
+    "q2k": ("", 166, b"\0\x7c", "the q2k scale of row 1, block 0"),
+    "f16": ("", 28, b"\0\xfc", "the f16 value at [2, 4]"),
+    "fp8": ("", 20, b"\xff", "the code at [2, 6]"),
+    "afq3": (".biases", 12, b"\0\0\xc0\x7f", "group [1, 1] has scale"),
+    "experts.afq2": (".scales", 6, b"\0\x7c", "group [1, 1, 0] has scale inf"),
+    "mxfp4": (".scales", 3, b"\xff", "the scale at [1, 1] is"),
+    "experts.mxfp4": (".scales", 3, b"\xff", "the scale at [1, 1, 0] is"),
+    "plain.f32": ("", 20, b"\0\0\x80\x7f", "the value at [1, 2] is inf"),
+    "plain.f16": ("", 10, b"\0\x7c", "the f16 value at [1, 2]"),
+    "plain.bf16": ("", 28, b"\xc0\x7f", "the value at [2, 4] is nan"),
+}
+"""Layer → (entry, byte, what is put there, how the place is called): a value that is no number, in the last row."""
+
+
+@pytest.mark.parametrize("chunk", [1, 70, 1 << 24])
+@pytest.mark.parametrize("name", LAST)
+def test_a_value_that_is_no_number_has_its_place_in_the_whole_layer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, chunk: int
+) -> None:
+    """However few rows are looked at together."""
+    suffix, at, poison, words = LAST[name]
+    key = f"model.layers.0.{name}"
+    samples.write_foreign(tmp_path / "a", (key,))
+    dtype, shape, data = samples.stored(key)[f"{key}.weight{suffix}"]
+    patch(tmp_path / "a", {f"{key}.weight{suffix}": (dtype, shape, data[:at] + poison + data[at + len(poison) :])})
+    monkeypatch.setattr("arctool.uqff.soundness.CHECKED", chunk)
+    answer = check(tmp_path / "a").container
+    assert answer.failure_count == 1
+    assert f"{key}.weight: {words}" in answer.failures[0]
 
 
 # ---- stacks of experts ---------------------------------------------------------------------------------------------------------
