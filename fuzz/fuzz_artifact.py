@@ -4,6 +4,7 @@ The first byte of an input chooses the reader (`TARGETS`, in order), the rest is
 fuzzer, so that the tests replay the corpus with it; `main` hands it to atheris, which mutates inputs towards code that was not reached:
 
     python fuzz/fuzz_artifact.py [-max_total_time=60] [libFuzzer options]
+    python fuzz/fuzz_artifact.py fuzz/crashes/FILE       # what it was, without the fuzzer
 
 The seeds are `fixtures/hostile/<target>/*`. New inputs go to `fuzz/corpus`, crashes to `fuzz/crashes`; neither is committed.
 """
@@ -99,7 +100,7 @@ def artifact(data: bytes) -> None:
         for key in found.keys():  # noqa: SIM118
             try:
                 weight, bias = found.weight(key), found.bias(key)
-                assert bias is None or bias.shape == weight.shape[:1]
+                assert bias is None or bias.shape == weight.shape[:-1]
                 if weight.shape[-1] < 5000:
                     assert weight.dense().shape == weight.shape
             except ArctoolError as error:
@@ -226,7 +227,16 @@ def seeds() -> dict[str, bytes]:
     return {name: bytes((names.index(name.split("/")[0]),)) + path.read_bytes() for name, path in found.items()}
 
 
+def replay(files: list[Path]) -> None:
+    """Read each file as one input: what a crash was, without the fuzzer."""
+    for file in files:
+        sys.stdout.write(f"{file}: {one(file.read_bytes()) or 'sound'}\n")
+
+
 def main() -> None:
+    if len(sys.argv) > 1 and all(Path(name).is_file() for name in sys.argv[1:]):
+        replay([Path(name) for name in sys.argv[1:]])
+        return
     import atheris
 
     with atheris.instrument_imports(include=["arctool.uqff", "arctool.bake.source.gguf_file"]):

@@ -7,6 +7,7 @@ import os
 import platform
 import sys
 from dataclasses import asdict, dataclass
+from itertools import groupby
 from typing import Any
 
 import numba
@@ -93,13 +94,25 @@ def _gpu() -> Check:
     return Check("GPU", True, "none; everything runs on the CPU")
 
 
+def _but_for_its_name(item: Implementation) -> tuple[str, str, str, str]:
+    return item.operation, item.backend, item.accepts, item.unavailable
+
+
+def _names(names: list[str]) -> str:
+    """Names of kernels that differ only in the kind of weight that they take: `cpu.fused.{fp8, afq}`."""
+    stems = {name.rpartition(".")[0] for name in names}
+    if len(names) == 1 or len(stems) > 1:
+        return ", ".join(names)
+    return f"{stems.pop()}.{{{', '.join(name.rpartition('.')[2] for name in names)}}}"
+
+
 def diagnosis(found: Diagnosis) -> RenderableType:
     """The findings as tables."""
     checks = Table(box=None, show_header=False)
     for check in found.checks:
         checks.add_row(Text("✓" if check.ok else "✗", "green" if check.ok else "bold red"), plain(check.name, "bold"), plain(check.detail))
     kernels = Table(Column("kernel", overflow="fold"), "operation", "backend", "accepts", "", box=None, title="kernels")
-    for item in found.implementations:
-        state = Text("ready", "green") if not item.unavailable else plain(item.unavailable, "dim")
-        kernels.add_row(*map(plain, (item.name, item.operation, item.backend, item.accepts)), state)
+    for (operation, backend, accepts, unavailable), items in groupby(found.implementations, _but_for_its_name):
+        state = Text("ready", "green") if not unavailable else plain(unavailable, "dim")
+        kernels.add_row(*map(plain, (_names([item.name for item in items]), operation, backend, accepts)), state)
     return Group(checks, Text(f"rungs: {', '.join(found.rungs)}"), Text(), kernels)
