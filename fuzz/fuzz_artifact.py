@@ -43,7 +43,7 @@ SUFFIXES = (
     "weight.signs_in",
     "weight.signs_out",
 )
-MORE = ("bias", "weight.biases", "weight.scale", "weight.blocks", "weight.w", "weight.bits", "weight.group_size", "weight.zeros")
+MORE = ("bias", "weight.dequant_w_scale", "weight.dequant_x_scale", "weight.quant_scale", "weight.biases", "weight.scale", "weight.blocks", "weight.w", "weight.bits", "weight.group_size", "weight.zeros")
 DTYPES = {"U8": 1, "U32": 4, "F32": 4, "BF16": 2, "F16": 2, "I32": 4, "F8_E4M3": 1, "I8": 1}
 
 

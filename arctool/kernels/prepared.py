@@ -77,10 +77,15 @@ def prepare_ggml(weight: GgmlTensor) -> Prepared:
     return Prepared(contiguous, weight_kind(weight), np.empty(0, np.float32), None)
 
 
+def kernel_ready(array: NDArray[np.float32]) -> NDArray[np.float32]:
+    """The array, copied unless it is contiguous and aligned."""
+    return np.require(array, requirements=("C", "A"))
+
+
 def prepare_scaled(weight: ScaledTensor, table: NDArray[np.float32]) -> Prepared:
     """Codes are read where they lie; AFQ's factors become f32. `table`: what the kernels of the weight's kind look up."""
     if isinstance(weight, AfqTensor):
-        scales, offsets = np.ascontiguousarray(widen(weight.scales)), np.ascontiguousarray(widen(weight.offsets))
+        scales, offsets = kernel_ready(widen(weight.scales)), kernel_ready(widen(weight.offsets))
         wide = replace(weight, packed=np.ascontiguousarray(weight.packed), scales=scales, offsets=offsets)
         return Prepared(wide, weight_kind(weight), table, None)
     codes = np.ascontiguousarray(weight.codes)

@@ -64,6 +64,8 @@ class AfqTensor:
         for name, factors in (("scales", self.scales), ("biases", self.offsets)):
             if factors.dtype not in (np.float32, np.float16, np.uint16) or factors.shape != want:
                 raise GeometryError(f"{where}: AFQ {name} are floats {list(want)}, found {factors.dtype} {list(factors.shape)}")
+        if self.scales.dtype != self.offsets.dtype:
+            raise GeometryError(f"{where}: AFQ scales and biases have one type, found {self.scales.dtype} and {self.offsets.dtype}")
 
     def check_values(self, where: str) -> None:
         """Raise GeometryError for a group whose factors are not finite, or give a weight that is not."""

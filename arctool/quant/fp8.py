@@ -65,6 +65,9 @@ class Fp8Tensor:
         scale = np.float32(np.abs(weights).max()) / np.float32(E4M3_MAX)
         if not scale:
             return cls(np.where(np.signbit(weights), 0x80, 0).astype(np.uint8), np.float32(1))
+        with np.errstate(over="ignore"):
+            if not np.isfinite(np.float32(1) / scale):
+                raise GeometryError(f"{where}: values up to {np.abs(weights).max():.3g} are too small for an FP8 scale of f32; choose bf16")
         codes = np.empty(weights.shape, np.uint8)
         for part in bounded_rows(*weights.shape):
             codes[part] = to_e4m3(weights[part] / scale)

@@ -5,6 +5,7 @@ Memory holds a few blocks of rows at a time. Knows no kernels, which are handed 
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future
@@ -85,7 +86,7 @@ def _ahead(weight: PackedTensor, blocks: Iterator[slice], pool: Executor) -> Ite
     waiting: deque[tuple[int, PackedTensor, Future[NDArray[np.float32]]]] = deque()
     for part in blocks:
         block = as_matrix(weight.rows(part))
-        waiting.append((part.start, block, pool.submit(block.decode)))
+        waiting.append((part.start * math.prod(weight.shape[1:-1]), block, pool.submit(block.decode)))
         if len(waiting) > AHEAD:
             start, block, oracle = waiting.popleft()
             yield start, block, oracle.result()

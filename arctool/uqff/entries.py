@@ -21,6 +21,9 @@ DTYPE_BYTES: Final[Mapping[str, int]] = {
 }
 """Safetensors dtypes of whole bytes. Sub-byte ones (F4, F6) have no place in an artifact and are refused by name."""
 
+MAX_RANK: Final = 3
+"""Dimensions of a weight: stacked experts [experts, out, in] have the most."""
+
 _NUMPY: Final[Mapping[str, str]] = {"U8": "|u1", "F8_E4M3": "|u1", "U32": "<u4", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 
 _LAYER_ENTRY: Final = re.compile(r"(?P<key>.+?)\.(?P<part>weight|bias)(?:\.(?P<suffix>[a-z0-9_]+))?")
@@ -78,27 +81,36 @@ def check_key(key: str) -> None:
 
 def values(entry: Entry, where: str) -> NDArray:
     """The entry as an array of its numpy type (BF16 as u16 bits, F8_E4M3 as u8) and shape: a view where it is aligned, else a copy."""
+    found = view(entry, where)
+    return found if found.flags.aligned else found.copy()
+
+
+def view(entry: Entry, where: str) -> NDArray:
+    """As `values`, but always a view: of an entry at an odd address it is unaligned, which numpy reads and kernels do not."""
     numpy_dtype = _NUMPY.get(entry.dtype)
     if numpy_dtype is None:
         raise FormatError(f"{where}: {entry.name}: dtype {entry.dtype} is not readable; expected one of {', '.join(_NUMPY)}")
-    size = DTYPE_BYTES[entry.dtype]
-    raw = entry.raw if entry.raw.ctypes.data % size == 0 else entry.raw.copy()
-    return raw.view(numpy_dtype).reshape(entry.shape)
+    return np.ndarray(entry.shape, numpy_dtype, buffer=entry.raw.data)
+
+
+def check_form(entry: Entry, dtype: str, shape: tuple[int, ...], where: str) -> None:
+    """Raise FormatError unless dtype and shape are the ones that the format asks for."""
+    if entry.dtype != dtype or entry.shape != shape:
+        raise FormatError(f"{where}: {entry.name}: expected {dtype} {list(shape)}, found {entry.dtype} {list(entry.shape)}; file damaged")
 
 
 def expect(entry: Entry, dtype: str, shape: tuple[int, ...], where: str) -> NDArray:
-    """`values`, once dtype and shape are the ones that the format asks for. Raises FormatError that says which are not."""
-    if entry.dtype != dtype or entry.shape != shape:
-        raise FormatError(f"{where}: {entry.name}: expected {dtype} {list(shape)}, found {entry.dtype} {list(entry.shape)}; file damaged")
+    """`values`, once the entry has the form that is asked for. Raises FormatError as `check_form`."""
+    check_form(entry, dtype, shape, where)
     return values(entry, where)
 
 
 def read_shape(entry: Entry, rank: int | None, where: str) -> tuple[int, ...]:
-    """A `.shape` entry U32 [rank] of positive sizes; `rank` None allows 1 to 8. Raises FormatError."""
+    """A `.shape` entry U32 [rank] of positive sizes; `rank` None allows 1 to `MAX_RANK`. Raises FormatError."""
     found = entry.shape[0] if len(entry.shape) == 1 else 0
-    if entry.dtype != "U32" or not 1 <= found <= 8 or found != (rank or found):
+    if entry.dtype != "U32" or not 1 <= found <= MAX_RANK or found != (rank or found):
         raise FormatError(
-            f"{where}: {entry.name}: expected a U32 shape of {rank or '1 to 8'} sizes, found {entry.dtype} {list(entry.shape)}"
+            f"{where}: {entry.name}: expected a U32 shape of {rank or f'1 to {MAX_RANK}'} sizes, found {entry.dtype} {list(entry.shape)}"
         )
     shape = tuple(int(size) for size in values(entry, where))
     if 0 in shape or prod(shape) > 1 << 48:

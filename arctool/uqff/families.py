@@ -7,16 +7,18 @@ mis-sized one is refused by name before anything is decoded. Knows no files: tab
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from arctool.errors import FormatError
+from arctool.quant.afq import AfqTensor
 from arctool.quant.bf16 import widen
 from arctool.quant.fp8 import Fp8Tensor
 from arctool.quant.tensor import DenseTensor, GgmlTensor, TrellisTensor, Weight
-from arctool.uqff.entries import Entry, check_key, entry_of, expect
+from arctool.uqff.entries import MAX_RANK, Entry, check_form, check_key, entry_of, expect
 from arctool.uqff.wire import ggml, plain, scaled, trellis
 from arctool.uqff.wire.family import Family, Parts, TablePool
 
@@ -40,8 +42,8 @@ def encode(key: str, weight: Weight, bias: NDArray[np.float32] | None = None) ->
     """The entries of one layer, tables excluded (`wire.tables`). `bias`: f32 [out]. Raises FormatError, GeometryError."""
     check_key(key)
     base = f"{key}.weight"
-    if not weight.shape or 0 in weight.shape:
-        raise FormatError(f"{base}: a layer needs at least one weight, found shape {list(weight.shape)}")
+    if not 1 <= len(weight.shape) <= MAX_RANK or 0 in weight.shape:
+        raise FormatError(f"{base}: a layer has 1 to {MAX_RANK} dimensions and at least one weight, found shape {list(weight.shape)}")
     if isinstance(weight, DenseTensor):
         weight.check_values(base)
     else:
@@ -88,19 +90,39 @@ def decode(key: str, entries: Mapping[str, Entry], tables: TablePool, where: str
         weight.check_form(f"{where}: {base}")
         if values:
             weight.check_values(f"{where}: {base}")
+    return aligned(weight) if values else weight
+
+
+def aligned(weight: Weight) -> Weight:
+    """The weight with every array where a kernel can read it: what lies at an odd address of a file is copied."""
+    if isinstance(weight, DenseTensor):
+        return weight if weight.data.flags.aligned else DenseTensor(weight.data.copy())
+    if isinstance(weight, AfqTensor):
+        return replace(weight, scales=np.require(weight.scales, requirements="A"), offsets=np.require(weight.offsets, requirements="A"))
     return weight
 
 
 def decode_bias(key: str, entries: Mapping[str, Entry], shape: tuple[int, ...], where: str) -> NDArray[np.float32] | None:
     """The bias f32 [out] of layer `key` ([experts, out] of a stack), None where it has none; `shape` is the weight's."""
+    if bias_shape(key, entries, shape, where) is None:
+        return None
+    entry = entries[f"{key}.bias"]
+    bias: NDArray[np.float32] = widen(expect(entry, entry.dtype, shape[:-1], where))
+    checked_bias(bias, shape, f"{where}: {key}.bias")
+    return bias
+
+
+def bias_shape(key: str, entries: Mapping[str, Entry], shape: tuple[int, ...], where: str) -> tuple[int, ...] | None:
+    """The shape of the bias of layer `key`, None where it has none; no value is looked at. Raises FormatError for one that does not fit."""
     entry = entries.get(f"{key}.bias")
     if entry is None:
         return None
     if entry.dtype not in BIAS_DTYPES:
         raise FormatError(f"{where}: {entry.name}: a bias is {', '.join(BIAS_DTYPES)}, found {entry.dtype}; it cannot be added to anything")
-    bias: NDArray[np.float32] = widen(expect(entry, entry.dtype, shape[:-1], where))
-    checked_bias(bias, shape, f"{where}: {key}.bias")
-    return bias
+    if len(shape) < 2:
+        raise FormatError(f"{where}: {entry.name}: a weight {list(shape)} takes no bias")
+    check_form(entry, entry.dtype, shape[:-1], where)
+    return entry.shape
 
 
 def family_of(key: str, parts: Parts, where: str) -> Family:

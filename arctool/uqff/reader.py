@@ -19,7 +19,7 @@ from arctool.quant.codebooks import Codebook
 from arctool.quant.tensor import DenseTensor, Weight
 from arctool.uqff.discovery import RESIDUAL_NAME, asset_names, discover, read_config, read_text
 from arctool.uqff.entries import Entry, check_key, expect, split_name, values
-from arctool.uqff.families import decode, decode_bias
+from arctool.uqff.families import bias_shape, decode, decode_bias
 from arctool.uqff.files import inside
 from arctool.uqff.report import UQFF_VERSION, Output, Report
 from arctool.uqff.sections import TableRef
@@ -111,6 +111,13 @@ class Artifact:
                 return None
             return decode_bias(key, self.entries(key), self.form(key).shape, self.where(key))
         return self.residual(name).dense() if name in self.residual_shard.header.tensors else None
+
+    def bias_shape(self, key: str) -> tuple[int, ...] | None:
+        """The shape of what `bias` gives, by what headers and the layer's small entries say."""
+        if key in self._layers:
+            return bias_shape(key, self.entries(key), self.form(key).shape, self.where(key))
+        info = self.residual_shard.header.tensors.get(f"{key}.bias")
+        return None if info is None else info.shape
 
     def residual(self, name: str) -> DenseTensor:
         """A residual tensor by its full name, f32 or bf16 as stored (f16 widens to f32). Raises FormatError."""

@@ -94,7 +94,8 @@ def _look_at(artifact: Artifact, values: bool, key: str) -> _Seen:
     """Take one layer apart: entries, lengths, geometry and, with `values`, finite scales and weights."""
     faults: tuple[str, ...] = ()
     try:
-        weight, bias = artifact.form(key), artifact.bias(key)
+        weight = artifact.form(key)
+        _ = artifact.bias(key) if values else artifact.bias_shape(key)
         if values and not isinstance(weight, DenseTensor):
             _check_values(artifact, key, weight)
     except ArctoolError as error:
@@ -108,7 +109,7 @@ def _look_at(artifact: Artifact, values: bool, key: str) -> _Seen:
     record = LayerRecord(key, weight.shape, weight.label, nbytes, weight.stored_bits / math.prod(weight.shape))
     table = table_name(weight.codebook.digest) if isinstance(weight, TrellisTensor) and weight.codebook.kind == "table" else None
     kind = type(weight)
-    del weight, bias
+    del weight
     artifact.release(key)
     return _Seen(record, kind, table, faults)
 
@@ -200,5 +201,4 @@ def _check_shapes(
 def _shape(artifact: Artifact, key: str, readable: Mapping[str, LayerRecord], *, bias: bool) -> tuple[int, ...] | None:
     if not bias:
         return readable[key].shape if key in readable else artifact.form(key).shape
-    found = artifact.bias(key)
-    return None if found is None else found.shape
+    return artifact.bias_shape(key)

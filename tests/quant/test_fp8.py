@@ -75,6 +75,13 @@ def test_what_is_no_number_is_refused_by_place(poison: float) -> None:
         Fp8Tensor.encoded(weights, "w")
 
 
+def test_weights_whose_scale_has_no_reciprocal_are_refused() -> None:
+    """mistral.rs's file holds both."""
+    with pytest.raises(GeometryError, match="w: values up to 1e-37 are too small for an FP8 scale of f32; choose bf16"):
+        Fp8Tensor.encoded(np.full((2, 2), 1e-37, np.float32), "w")
+    assert Fp8Tensor.encoded(np.full((2, 2), 1e-35, np.float32), "w").decode()[0, 0] == pytest.approx(1e-35)
+
+
 @pytest.mark.parametrize("scale", [0.0, -1.0, np.nan, np.inf, 3e38])
 def test_a_scale_that_gives_no_finite_weights_is_refused(scale: float) -> None:
     with pytest.raises(GeometryError, match="w: the scale"):

@@ -188,7 +188,7 @@ class Bench:
     def failures(self) -> list[str]:
         """What `verify` has to say; empty where it passes. Anything that escapes but ArctoolError is the caller's to see."""
         try:
-            report = verify(self.directory, implementations=[Oracle()], shipped=SHIPPED, expected=self.expected)
+            report = verify(self.directory, implementations=[Oracle()], shipped=SHIPPED, expected=self.expected, jobs=1)
         except ArctoolError as error:
             return [str(error)]
         return [] if report.passed else [words for answer in report.answers for words in answer.failures] or ["nothing"]

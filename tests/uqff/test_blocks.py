@@ -103,7 +103,10 @@ LIES: dict[str, tuple[Change, str]] = {
     "three dimensions": (put("", "U8", (3, 2, 34), bytes(204)), r"as U8, found U8 \[3, 2, 34\]"),
     "more rows": (put(".shape", "U32", (2,), u32(4, 64)), r"q8_0 \[4, 64\] takes 272 bytes"),
     "fewer rows": (put(".shape", "U32", (2,), u32(2, 64)), r"q8_0 \[2, 64\] takes 136 bytes"),
-    "the shape of a stack of stacks": (put(".shape", "U32", (4,), u32(1, 1, 3, 64)), r"needs a weight \[out, in\] or \[experts, out, in\]"),
+    "the shape of a stack of stacks": (
+        put(".shape", "U32", (4,), u32(1, 1, 3, 64)),
+        r"expected a U32 shape of 1 to 3 sizes, found U32 \[4\]",
+    ),
     "a flat shape": (put(".shape", "U32", (1,), u32(192)), r"needs a weight \[out, in\] or \[experts, out, in\], found \[192\]"),
     "rows that are no whole blocks": (put(".shape", "U32", (2,), u32(4, 48)), "q8_0: in_features 48 is not a positive multiple"),
     "no rows": (put(".shape", "U32", (2,), u32(0, 64)), "not the shape of a weight"),

@@ -149,7 +149,6 @@ PLAIN = {
     "a stack of F16": ("F16", [2, 1, 1], b"\x00\x3c\x00\xc0", "f16", [[[1.0]], [[-2.0]]]),
     "a stack of F32": ("F32", [2, 1, 1], f32(1, 2), "f32", [[[1.0]], [[2.0]]]),
     "one dimension": ("F32", [2], f32(1, 2), "f32", [1.0, 2.0]),
-    "one dimension of F16": ("F16", [2], b"\x00\x3c\x00\xc0", "f16", [1.0, -2.0]),
 }
 
 
@@ -355,7 +354,7 @@ PLAIN_LIES: Lies = {
 }
 
 STACK_LIES: Lies = {
-    "rank 4": ({".shape": ("U32", [4], u32(1, 2, 3, 32))}, r"q8_0 needs a weight .*found \[1, 2, 3, 32\]"),
+    "rank 4": ({".shape": ("U32", [4], u32(1, 2, 3, 32))}, r"expected a U32 shape of 1 to 3 sizes, found U32 \[4\]"),
     "rank 1": ({".shape": ("U32", [1], u32(192))}, r"q8_0 needs a weight .*found \[192\]"),
     "an expert more": ({".shape": ("U32", [3], u32(3, 3, 32))}, r"q8_0 \[3, 3, 32\] takes 306 bytes as U8, found U8 \[204\]"),
     "an expert less": ({".shape": ("U32", [3], u32(1, 3, 32))}, r"q8_0 \[1, 3, 32\] takes 102 bytes"),
@@ -472,7 +471,6 @@ def test_what_is_not_written_is_refused_with_the_reason(name: str) -> None:
 
 EXTREMES: dict[str, Weight] = {
     "the smallest scale of FP8": Fp8Tensor(np.ones((1, 2), np.uint8), np.float32(1e-45)),
-    "FP8 of tiny weights": Fp8Tensor.encoded(np.full((2, 2), 1e-37, np.float32), "k"),
     "the largest scale of FP8": Fp8Tensor(np.ones((1, 2), np.uint8), np.float32(7.5e35)),
     "blocks of rank 4": samples.blocks("q8_0", 1, 2, 3, 32),
     "plain values of rank 9": samples.dense(*[1] * 9),
@@ -497,6 +495,6 @@ def test_what_is_written_can_be_read(name: str) -> None:
 def test_plain_values_have_one_to_three_dimensions_under_either_tag() -> None:
     shape = ("U32", [4], u32(1, 1, 1, 2))
     for kind, width in ((0, 4), (30, 2)):
-        with pytest.raises(FormatError, match=r"k\.weight: .*\[1, 1, 1, 2\]"):
+        with pytest.raises(FormatError, match=r"k\.weight\.shape: expected a U32 shape of 1 to 3 sizes, found U32 \[4\]"):
             read(tagged(0, weight=("U8", [2 * width], bytes(2 * width)), dtype=("U32", [], u32(kind)), shape=shape))
     assert isinstance(read(tagged(1, weight=("F32", [1, 1, 2], bytes(8)))), DenseTensor)

@@ -175,17 +175,15 @@ KINDS = {
     "families: dtype, shape, offsets": case(
         mutants.header_values, FOREIGN, 12, 2, {"refused": 300}, {"refused": 3400, "harmless": 15, "other": 2}
     ),
-    "families: entries": case(mutants.entries, FOREIGN, 12, 2, {"refused": 170}, {"refused": 1750, "other": 2}),
+    "families: entries": case(mutants.entries, FOREIGN, 12, 3, {"refused": 170}, {"refused": 1150}),
     "families: entries in shards": case(mutants.entries, (FAMILIES,), 48, 24, {"refused": 45}, {"refused": 170, "harmless": 4}),
-    "families: format tags": case(about(mutants.values, r"\.format: "), FOREIGN, 12, 3, {"refused": 140}, {"refused": 1050}),
-    "families: values": case(
-        about(mutants.values, r"^(?!.*\.format: )"), FOREIGN, 12, 6, {"refused": 200}, {"refused": 480, "other": 1300}
-    ),
+    "families: format tags": case(about(mutants.values, r"\.format: "), FOREIGN, 12, 6, {"refused": 140}, {"refused": 520}),
+    "families: values": case(about(mutants.values, r"^(?!.*\.format: )"), FOREIGN, 12, 9, {"refused": 200}, {"refused": 330, "other": 850}),
     "families: values together": case(
-        family_mutants.together, FOREIGN, 6, 1, {"refused": 210}, {"refused": 1900, "harmless": 5, "other": 8}
+        family_mutants.together, FOREIGN, 9, 2, {"refused": 130}, {"refused": 950, "harmless": 1, "other": 3}
     ),
     "families: a bit of every byte": case(
-        lambda b: mutants.flips(b, 1), SMALLEST, 8, 2, {"refused": 400}, {"refused": 1600, "harmless": 200, "other": 180}
+        lambda b: mutants.flips(b, 1), SMALLEST, 8, 3, {"refused": 400}, {"refused": 1000, "harmless": 130, "other": 110}
     ),
 }
 
@@ -246,8 +244,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> tuple[Base, Bits]:
     tensors: dict[str, Weight] = {
         "model.big": samples.dense(512, 512, dtype=np.float32),
         "model.t": samples.trellis("K8V4L12", samples.table(Geometry.parse("K8V4L12"))),
-        "model.b": samples.blocks("q8_0", 2, 1, 32),
-        "model.f": samples.fp8(2, 4),
+        "model.b": samples.blocks("q8_0", 1, 32),
     }
     with ArtifactWriter(place, "q", config={}, assets={}) as writer:
         for key, weight in tensors.items():

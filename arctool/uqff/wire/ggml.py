@@ -11,7 +11,7 @@ import numpy as np
 from arctool.errors import FormatError, GeometryError
 from arctool.quant.ggml import GGML_BY_ID, GgmlType
 from arctool.quant.tensor import DenseTensor, GgmlTensor
-from arctool.uqff.entries import Entry, bytes_of, entry_of, expect, read_shape, scalar_entry, values
+from arctool.uqff.entries import Entry, bytes_of, entry_of, expect, read_shape, scalar_entry, view
 from arctool.uqff.wire.family import Family, Parts, TablePool
 
 TAG: Final = 0
@@ -44,7 +44,7 @@ def decode(parts: Parts, tables: TablePool, where: str) -> DenseTensor | GgmlTen
         name, dtype = PLAIN[kind]
         shape = read_shape(parts["shape"], None, where)
         _check_size(parts[""], name, shape, prod(shape) * (4 if kind == F32 else 2), where)
-        return DenseTensor(values(Entry(parts[""].name, dtype, shape, parts[""].raw), where))
+        return DenseTensor(view(Entry(parts[""].name, dtype, shape, parts[""].raw), where))
     if kind in GGML_BY_ID:
         return blocks(parts[""], GGML_BY_ID[kind], read_shape(parts["shape"], None, where), where)
     label = f"{UNREADABLE[kind]} (ggml {kind})" if kind in UNREADABLE else f"ggml type {kind}"

@@ -9,7 +9,7 @@ import numpy as np
 from arctool.errors import FormatError
 from arctool.quant.ggml import GGML_TYPES
 from arctool.quant.tensor import DenseTensor, GgmlTensor
-from arctool.uqff.entries import Entry, values
+from arctool.uqff.entries import MAX_RANK, Entry, view
 from arctool.uqff.wire.family import Family, Parts, TablePool
 from arctool.uqff.wire.ggml import blocks
 
@@ -19,13 +19,13 @@ TAG: Final = 1
 def decode(parts: Parts, tables: TablePool, where: str) -> DenseTensor | GgmlTensor:
     """The weight: f32 and bf16 as a view, f16 as rows of ggml's F16."""
     entry = parts[""]
-    if not entry.shape or len(entry.shape) > 3 or 0 in entry.shape:
+    if not 1 <= len(entry.shape) <= MAX_RANK or 0 in entry.shape:
         raise FormatError(f"{where}: a weight has one to three dimensions, all positive, found {list(entry.shape)}")
     if entry.dtype == "F16" and len(entry.shape) > 1:
         return blocks(Entry(entry.name, "U8", (entry.nbytes,), entry.raw), GGML_TYPES["f16"], entry.shape, where)
     if entry.dtype not in ("F32", "BF16", "F16"):
         raise FormatError(f"{where}: an unquantised weight is F32, BF16 or F16, found {entry.dtype}")
-    data = values(entry, where)
+    data = view(entry, where)
     return DenseTensor(data.astype(np.float32) if entry.dtype == "F16" else data)
 
 

@@ -10,7 +10,7 @@ from arctool.errors import FormatError
 from arctool.quant.afq import AfqTensor
 from arctool.quant.fp8 import Fp8Tensor
 from arctool.quant.mxfp4 import Mxfp4Tensor
-from arctool.uqff.entries import Entry, entry_of, expect, scalar_entry, values
+from arctool.uqff.entries import Entry, check_form, entry_of, expect, scalar_entry, view
 from arctool.uqff.wire.family import Family, Parts, TablePool
 
 FP8: Final = 3
@@ -27,13 +27,17 @@ RECIPROCAL: Final = 2.0**-7
 def encode_fp8(base: str, weight: Fp8Tensor) -> list[Entry]:
     """The entries of a scalar FP8 layer. One scale serves weights and activations, as upstream writes it."""
     scale = np.float32(weight.scale)
+    with np.errstate(over="ignore"):
+        inverse = np.float32(1) / scale
+    if not np.isfinite(inverse):
+        raise FormatError(f"{base}.quant_scale: the scale {scale} has no reciprocal in f32; store the layer as bf16")
     return [
         entry_of(base, "F8_E4M3", weight.codes),
         scalar_entry(f"{base}.format", "U8", FP8),
         scalar_entry(f"{base}.dtype", "U32", F8_E4M3),
         entry_of(f"{base}.dequant_w_scale", "F32", np.array(scale)),
         entry_of(f"{base}.dequant_x_scale", "F32", np.array(scale)),
-        entry_of(f"{base}.quant_scale", "F32", np.array(np.float32(1) / scale)),
+        entry_of(f"{base}.quant_scale", "F32", np.array(inverse)),
     ]
 
 
@@ -59,18 +63,18 @@ def decode_fp8(parts: Parts, tables: TablePool, where: str) -> Fp8Tensor:
 
 
 def decode_afq(parts: Parts, tables: TablePool, where: str) -> AfqTensor:
-    """The weight; the words stay a view where they are aligned."""
+    """The weight; everything stays a view."""
     bits = int(expect(parts["bits"], "U8", (), where))
     group = int(expect(parts["group_size"], "U8", (), where))
     entry = parts[""]
     _check_rank(entry, where)
-    words = expect(entry, "U32", entry.shape, where)
+    check_form(entry, "U32", entry.shape, where)
     factors = []
     for name in ("scales", "biases"):
         if parts[name].dtype not in ("F32", "F16", "BF16"):
             raise FormatError(f"{where}.{name}: expected F32, F16 or BF16, found {parts[name].dtype}")
-        factors.append(values(parts[name], where))
-    return AfqTensor(bits, group, np.ascontiguousarray(words).view(np.uint8), *factors)
+        factors.append(view(parts[name], where))
+    return AfqTensor(bits, group, entry.raw.reshape(*entry.shape[:-1], 4 * entry.shape[-1]), *factors)
 
 
 def decode_mxfp4(parts: Parts, tables: TablePool, where: str) -> Mxfp4Tensor:
