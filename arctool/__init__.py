@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from arctool.api import bake_model, evaluate
-    from arctool.artifacts import diff, inspect, verify
+    from arctool.artifacts import diff, inspect, inspect_tensor, verify
     from arctool.run.llm import LLM
     from arctool.run.sampling_params import SamplingParams
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "SamplingParams", "__version__", "bake_model", "diff", "evaluate", "inspect", "verify"]
+__all__ = ["LLM", "SamplingParams", "__version__", "bake_model", "diff", "evaluate", "inspect", "inspect_tensor", "verify"]
 
 _PUBLIC = {
     "LLM": "arctool.run.llm",
@@ -33,6 +33,7 @@ _PUBLIC = {
     "evaluate": "arctool.api",
     "diff": "arctool.artifacts",
     "inspect": "arctool.artifacts",
+    "inspect_tensor": "arctool.artifacts",
     "verify": "arctool.artifacts",
 }
 

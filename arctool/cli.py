@@ -30,8 +30,8 @@ bench_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Measu
 app.add_typer(bench_app, name="bench")
 RUNG_HELP = (
     "Format of the linear layers. Searched: qtip2, qtip2b, qtip2-v4 (2 bits), qtip2.25-v4, qtip3, qtip3b, qtip4, qtip4b. "
-    "For mistral.rs too: q2k to q6k, q4_0, q4_1, q5_0, q5_1, q8_0, fp8. Embedding and head get q8_0 (a recipe may say otherwise). "
-    "Not quantised: bf16, f16, f32, or as-is, which copies each tensor, blocks of a GGUF included, as it is stored."
+    "For mistral.rs too: q2k to q6k, q4_0, q4_1, q5_0, q5_1, q8_0, fp8. With any of them embedding and head get q8_0 (a recipe may say "
+    "otherwise). Not quantised, embedding and head included: bf16, f16, f32, or as-is, which copies each tensor, blocks of a GGUF too."
 )
 BPW_HELP = (
     "In place of --isq: stored bits a weight of the linear layers, at most, spent on the layers that feel them; measured and checked "

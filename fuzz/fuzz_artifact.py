@@ -12,6 +12,7 @@ The seeds are `fixtures/hostile/<target>/*`. New inputs go to `fuzz/corpus`, cra
 from __future__ import annotations
 
 import atexit
+import contextlib
 import importlib
 import os
 import shutil
@@ -43,7 +44,19 @@ SUFFIXES = (
     "weight.signs_in",
     "weight.signs_out",
 )
-MORE = ("bias", "weight.dequant_w_scale", "weight.dequant_x_scale", "weight.quant_scale", "weight.biases", "weight.scale", "weight.blocks", "weight.w", "weight.bits", "weight.group_size", "weight.zeros")
+MORE = (
+    "bias",
+    "weight.dequant_w_scale",
+    "weight.dequant_x_scale",
+    "weight.quant_scale",
+    "weight.biases",
+    "weight.scale",
+    "weight.blocks",
+    "weight.w",
+    "weight.bits",
+    "weight.group_size",
+    "weight.zeros",
+)
 DTYPES = {"U8": 1, "U32": 4, "F32": 4, "BF16": 2, "F16": 2, "I32": 4, "F8_E4M3": 1, "I8": 1}
 
 
@@ -88,6 +101,7 @@ def artifact(data: bytes) -> None:
     """An artifact of one shard: opened, every layer decoded, verified, inspected."""
     from arctool.errors import ArctoolError, FormatError
     from arctool.uqff.container import open_artifact
+    from arctool.uqff.detail import inspect_tensor
     from arctool.uqff.inspect import inspect
     from arctool.uqff.verify import verify
 
@@ -97,6 +111,7 @@ def artifact(data: bytes) -> None:
     shard.write_bytes(data)
     unreadable = []
     with open_artifact(place) as found:
+        keys = found.keys()
         for key in found.keys():  # noqa: SIM118
             try:
                 weight, bias = found.weight(key), found.bias(key)
@@ -109,6 +124,9 @@ def artifact(data: bytes) -> None:
     assert not (unreadable and report.passed), unreadable
     report.to_json()
     inspect(place).to_json()
+    for key in keys[:2]:
+        with contextlib.suppress(ArctoolError):  # refused by `verify` already, and by name
+            inspect_tensor(place, key).to_json()
     if not report.container.passed:
         raise FormatError("\n".join(report.container.failures))
 
@@ -240,13 +258,13 @@ def main() -> None:
     import atheris
 
     with atheris.instrument_imports(include=["arctool.uqff", "arctool.bake.source.gguf_file"]):
-        for name in ("arctool.bake.source.gguf_file", "arctool.uqff.inspect", "arctool.uqff.verify"):
+        for name in ("arctool.bake.source.gguf_file", "arctool.uqff.detail", "arctool.uqff.inspect", "arctool.uqff.verify"):
             importlib.import_module(name)
     CORPUS.mkdir(exist_ok=True)
     CRASHES.mkdir(exist_ok=True)
     for name, raw in seeds().items():
         (CORPUS / f"seed-{name.replace('/', '-')}").write_bytes(raw)
-    options = [f"-artifact_prefix={CRASHES}/", f"-max_len={MAX_LENGTH}", "-rss_limit_mb=2048", "-timeout=10", "-print_final_stats=1"]
+    options = [f"-artifact_prefix={CRASHES}/", f"-max_len={MAX_LENGTH}", "-rss_limit_mb=768", "-timeout=10", "-print_final_stats=1"]
 
     def check(data: bytes) -> None:
         one(data)

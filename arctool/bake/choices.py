@@ -7,6 +7,7 @@ the type that the source has. Only rungs need a search. Knows names and shapes, 
 from __future__ import annotations
 
 import math
+import re
 import reprlib
 
 from arctool.errors import UsageError
@@ -88,7 +89,12 @@ def stored_bits(name: str, shape: tuple[int, ...]) -> int:
 
 def choice(value: object, where: str) -> str:
     """The name `value`, if it is one. Raises UsageError, naming `where`, that lists all."""
-    if isinstance(value, str) and ALIASES.get(value, value) in CHOICES:
-        return ALIASES.get(value, value)
     shown = value if isinstance(value, str) else reprlib.repr(value)
-    raise UsageError(f"{where}: unknown rung {shown[:80]!r}; known rungs: {', '.join(CHOICES)}")
+    name = shown.casefold()
+    name = ALIASES.get(name, name)
+    if isinstance(value, str) and name in CHOICES:
+        return name
+    hint = f"{name} is read and not written; " if re.fullmatch(r"afq\d|mxfp4", name) else ""
+    mixed = re.fullmatch(r"(q\d)_?k_[sml]", name)
+    hint = f"llama.cpp's mixes are recipes here, their base is {mixed[1]}k; " if mixed else hint
+    raise UsageError(f"{where}: unknown rung {shown[:80]!r}; {hint}known rungs: {', '.join(CHOICES)}")

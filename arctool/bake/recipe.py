@@ -95,7 +95,8 @@ class Recipe:
     @classmethod
     def uniform(cls, name: str) -> Recipe:
         """Every linear layer gets `name`. Raises UsageError for an unknown one."""
-        return cls(choice(name, "--isq"), vocabulary=vocabulary_default(name))
+        name = choice(name, "--isq")
+        return cls(name, vocabulary=vocabulary_default(name))
 
     def to_json(self) -> dict[str, Any]:
         """The recipe as plain JSON: what it does to any model, not which file and line said so."""

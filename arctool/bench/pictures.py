@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 LOWEST: Final = 1e-12
 """An error below stands on the lower edge of its panel: a logarithm has no zero."""
 
+HIGHEST: Final = 1e6
+"""An error past this is no layer's: a report that claims it gets no place on the axis."""
+
 NO_ERRORS: Final = "no report gives the layers' errors; `arctool verify --source MODEL` measures them"
 
 KINDS: Final = (*COLOURS, "#c2548f", "#6b7a1e")
@@ -135,8 +138,8 @@ def _style(number: int, kind: str) -> dict[str, Any]:
 
 def _error_axis(axes: Axes, found: Sequence[Mark], ends: dict[int, str]) -> float:
     """A logarithmic axis for the errors; its lower edge, where those stand that are too small for it."""
-    errors = [mark.error for mark in found if mark.error is not None and LOWEST < mark.error < math.inf and mark.place not in ends]
-    outer = [mark.error for mark in found if mark.error is not None and LOWEST < mark.error < math.inf and mark.place in ends]
+    errors = [mark.error for mark in found if mark.error is not None and LOWEST < mark.error < HIGHEST and mark.place not in ends]
+    outer = [mark.error for mark in found if mark.error is not None and LOWEST < mark.error < HIGHEST and mark.place in ends]
     errors += [error for error in outer if not errors or error * FAR >= min(errors)]
     low, high = (min(errors) / 1.6, max(errors) * 1.6) if errors else (1e-3, 1.0)
     stretch = max(1.0, 3.2 / (high / low)) ** 0.5

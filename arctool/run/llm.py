@@ -18,11 +18,13 @@ from arctool.run.chat import ChatTemplate, Message, load_template
 from arctool.run.config import ModelConfig
 from arctool.run.engine import Completion, Engine, Update
 from arctool.run.kv.cache import plan_cache
+from arctool.run.models import architecture
 from arctool.run.runner import ModelRunner
 from arctool.run.sampling_params import SamplingParams
 from arctool.run.tokenizer import TOKENIZER_FILE, Tokenizer, json_asset
 from arctool.run.weights import WeightSource, load_model
 from arctool.uqff.container import Artifact, open_artifact
+from arctool.uqff.strangers import strangers
 
 GENERATION_FILE = "generation_config.json"
 MAX_PROMPT_CHARACTERS = 2_000_000
@@ -52,6 +54,10 @@ class ArtifactSource:
             self.config = ModelConfig.from_hf(artifact.config_json, str(artifact.directory / "config.json"))
         except SourceError as error:
             raise FormatError(str(error)) from error
+        found = architecture(self.config.architecture, "config.json").tensors(self.config)
+        complaint = next(strangers(artifact, {spec.name for spec in found}), None)
+        if complaint is not None:
+            raise FormatError(f"{complaint}; leaving it out would change the model: `arctool verify` tells all")
 
     @property
     def assets(self) -> Mapping[str, bytes]:

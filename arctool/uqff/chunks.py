@@ -13,10 +13,12 @@ from typing import Final, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from arctool.quant.tensor import DenseTensor, TrellisTensor, Weight
+from arctool.errors import FormatError
+from arctool.quant.rows import CHUNK_WEIGHTS
+from arctool.quant.tensor import DenseTensor, GgmlTensor, ScaledTensor, TrellisTensor, Weight, as_matrix
 
-CHUNK_WEIGHTS: Final = 1 << 20
-"""Weights that are decoded at a time; the oracle needs some tens of bytes for each."""
+MAX_ROW: Final = 1 << 17
+"""Weights of the longest row that is decoded: no model has rows of half this length."""
 
 
 class Rowwise(Protocol):
@@ -38,16 +40,19 @@ def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
 
 
 def grain(weight: Weight | Rowwise) -> int:
-    """Rows that can only be decoded together: a block of a rotation that mixes them, a whole matrix of a packed stack."""
-    if isinstance(weight, TrellisTensor):
-        return 1 if weight.rotation is None else weight.rotation.block_out
-    return 1 if isinstance(weight, DenseTensor) else max(1, math.prod(weight.shape[1:-1]))
+    """Rows that can only be decoded together: a block of a rotation that mixes them."""
+    return weight.rotation.block_out if isinstance(weight, TrellisTensor) and weight.rotation is not None else 1
 
 
 def run_length(*weights: Weight | Rowwise) -> int:
-    """Rows of a chunk of about `CHUNK_WEIGHTS` that suits all `weights`, which have one shape."""
+    """Rows of a chunk of about `CHUNK_WEIGHTS` that suits all `weights`, which have one shape.
+
+    Raises FormatError for rows of more than `MAX_ROW` weights, of which one alone would take a hundred times its bytes to decode.
+    """
     together = math.lcm(*map(grain, weights))
     width = max(1, matrix_shape(weights[0].shape)[1])
+    if width > MAX_ROW:
+        raise FormatError(f"rows of {width} weights are longer than the {MAX_ROW} that are ever decoded; no model has them")
     return max(1, CHUNK_WEIGHTS // (width * together)) * together
 
 
@@ -57,6 +62,8 @@ def chunks(weight: Weight | Rowwise, rows: int) -> Iterator[tuple[int, NDArray[n
     `rows`: a multiple of `grain(weight)`, as `run_length` gives it.
     """
     count, width = matrix_shape(weight.shape)
+    if isinstance(weight, GgmlTensor | ScaledTensor):
+        weight = as_matrix(weight)
     for start in range(0, count if width else 0, rows):
         with np.errstate(over="ignore", invalid="ignore"):  # a hostile tensor's infinities are for the reader of the values to count
             values = _run(weight, start, min(rows, count - start))
@@ -71,5 +78,4 @@ def _run(weight: Weight | Rowwise, start: int, count: int) -> NDArray[np.float32
         rotated = weight.rows(which).decode()
         rotation = weight.rotation
         return rotated if rotation is None else replace(rotation, signs_out=rotation.signs_out[which]).restore(rotated)
-    each = grain(weight)
-    return weight.rows(slice(start // each, (start + count) // each)).dense()
+    return weight.rows(which).dense()

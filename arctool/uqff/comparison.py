@@ -5,7 +5,6 @@ Memory holds a few blocks of rows at a time. Knows no kernels, which are handed 
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future
@@ -17,15 +16,13 @@ from numpy.typing import NDArray
 from arctool.quant.rows import bounded_rows
 from arctool.quant.tensor import PackedTensor, as_matrix
 from arctool.uqff.answers import Tally
+from arctool.uqff.chunks import MAX_ROW
 
 BLOCK_WEIGHTS: Final = 1 << 19
 """Weights that the oracle and an implementation decode at a time; the oracle needs some tens of bytes for each."""
 
 AHEAD: Final = 3
 """Blocks that the oracle works on while one is compared."""
-
-MAX_ROW: Final = 1 << 17
-"""Weights of the longest row that is compared: the oracle takes its steps one by one, and no model has rows of half this length."""
 
 
 class Decoder(Protocol):
@@ -68,6 +65,7 @@ def compare_layer(
     The oracle decodes the next blocks in `pool` while implementations, which have threads of their own, are asked one after the other.
     `done` is called after each block.
     """
+    weight = as_matrix(weight)  # a row is decoded alone, whichever expert's it is
     counts = {decoder.name: (0, 0) for decoder in decoders}
     blocks = bounded_rows(weight.shape[0], *weight.shape[1:], most=BLOCK_WEIGHTS) if decoders else iter(())
     for start, block, oracle in _ahead(weight, blocks, pool):
@@ -85,8 +83,8 @@ def _ahead(weight: PackedTensor, blocks: Iterator[slice], pool: Executor) -> Ite
     """(first row, block, the oracle's weights as a matrix) in order; `AHEAD` blocks are being decoded while one is looked at."""
     waiting: deque[tuple[int, PackedTensor, Future[NDArray[np.float32]]]] = deque()
     for part in blocks:
-        block = as_matrix(weight.rows(part))
-        waiting.append((part.start * math.prod(weight.shape[1:-1]), block, pool.submit(block.decode)))
+        block = weight.rows(part)
+        waiting.append((part.start, block, pool.submit(block.decode)))
         if len(waiting) > AHEAD:
             start, block, oracle = waiting.popleft()
             yield start, block, oracle.result()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -149,7 +150,8 @@ def _note(a: Artifact, b: Artifact, name: str) -> Iterator[str]:
 def _plain_files(artifact: Artifact) -> set[str]:
     """Names of the directory's files that hold no tensors; hidden ones are nobody's."""
     with storage_errors(artifact.directory, "read"):
-        names = {item.name for item in artifact.directory.iterdir() if item.is_file() and not item.name.startswith(".")}
+        plain = [item for item in artifact.directory.iterdir() if stat.S_ISREG(item.lstat().st_mode)]
+        names = {item.name for item in plain if not item.name.startswith(".")}
     return {name for name in names if not name.endswith(".uqff")} - {RESIDUAL_NAME}
 
 

@@ -141,7 +141,7 @@ def _in_order(parts: list[str], of: list[str]) -> bool:
 def _read(artifact: Artifact, kind: str, name: str) -> tuple[Weight, tuple[EntryRow, ...]]:
     """The weight and the entries of the file that it is made of."""
     if kind == "residual":
-        return artifact.residual(name), (_entry_row(artifact.residual_shard, name),)
+        return artifact.residual_form(name), (_entry_row(artifact.residual_shard, name),)
     layer = name.removesuffix(".bias") if kind == "bias" else name
     rows = tuple(
         _entry_row(shard, entry) for shard in artifact.shards for entry in artifact.entries(layer) if entry in shard.header.tensors

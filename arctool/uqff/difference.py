@@ -176,7 +176,7 @@ def _read(artifact: Artifact, names: Mapping[str, str], name: str) -> _Tensor | 
     full = name if kind == "residual" else f"{name}.weight"
     entry = artifact.residual_shard.entry(full)
     bias = artifact.bias(name) if kind == "loose" else None
-    return _Tensor(artifact.residual(full), bias, {"weight": entry}, entry.nbytes + (0 if bias is None else bias.nbytes))
+    return _Tensor(artifact.residual_form(full), bias, {"weight": entry}, entry.nbytes + (0 if bias is None else bias.nbytes))
 
 
 def _compare(name: str, a: _Tensor | None, b: _Tensor | None, whole: _Sum | None) -> TensorDifference | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Final
+from typing import Final, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +33,8 @@ FAMILIES: Final[Mapping[int, Family]] = {
 """Every tag that this version reads. Tags up to 63 are mistral.rs's; ours start at 64."""
 
 _FOREIGN_TAGS: Final = {2: "HQQ", 5: "F8Q8"}
+
+AnyWeight = TypeVar("AnyWeight", bound=Weight)
 
 BIAS_DTYPES: Final = ("F32", "F16", "BF16")
 """What a bias may be: mistral.rs writes the type that it ran in. Ours are F32, which its CPU engine needs."""
@@ -93,10 +95,10 @@ def decode(key: str, entries: Mapping[str, Entry], tables: TablePool, where: str
     return aligned(weight) if values else weight
 
 
-def aligned(weight: Weight) -> Weight:
+def aligned(weight: AnyWeight) -> AnyWeight:
     """The weight with every array where a kernel can read it: what lies at an odd address of a file is copied."""
     if isinstance(weight, DenseTensor):
-        return weight if weight.data.flags.aligned else DenseTensor(weight.data.copy())
+        return weight if weight.data.flags.aligned else replace(weight, data=weight.data.copy())
     if isinstance(weight, AfqTensor):
         return replace(weight, scales=np.require(weight.scales, requirements="A"), offsets=np.require(weight.offsets, requirements="A"))
     return weight

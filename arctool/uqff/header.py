@@ -25,7 +25,7 @@ MAX_DEPTH: Final = 64
 
 _HALF_PAIR: Final = re.compile("[\ud800-\udfff]")
 
-MAX_VALUES: Final = 1 << 22
+MAX_VALUES: Final = 1 << 19
 """Values of one JSON text, counted by its commas and brackets: a Python object takes up to a hundred times what `[],` does."""
 
 _DISGUISES: Final = {

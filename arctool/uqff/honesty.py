@@ -52,9 +52,11 @@ def check_report(artifact: Artifact, readable: Mapping[str, LayerRecord], tally:
 
 def check_name(artifact: Artifact, readable: Mapping[str, LayerRecord], tally: Tally) -> None:
     """Show what is stored in another type than the artifact is named for: a file called q4k may hold more q4_1."""
-    name, source = _claimed_name(artifact)
-    if name is None:
-        return
+    for name, source in _claimed_names(artifact).items():
+        _check_claim(name, source, readable, tally)
+
+
+def _check_claim(name: str, source: str, readable: Mapping[str, LayerRecord], tally: Tally) -> None:
     expected = _labels_of(name)
     # Tables over the vocabulary get more bits by everybody's default; what matters is the layers between.
     layers = {key: record for key, record in readable.items() if ".layers." in key}
@@ -140,15 +142,16 @@ def _canonical(counts: Mapping[str, int]) -> dict[str, int]:
     return dict(merged)
 
 
-def _claimed_name(artifact: Artifact) -> tuple[str | None, str]:
-    """(what the report or, without one, the file calls the way of storing; who says so): None if the name is no such way."""
-    if artifact.output is not None:
-        name, source = artifact.output.quant, REPORT_NAME
-    else:
-        source = artifact.shards[0].path.name
-        name = re.sub(r"-\d+$", "", source.removesuffix(".uqff"))
-    name = name.lower()
-    return (name if name in RUNGS or name in KIND_NAMES else None), source
+def _claimed_names(artifact: Artifact) -> dict[str, str]:
+    """What the report and the first shard's name call the way of storing → who says so; a name that is no such way is left out."""
+    file = artifact.shards[0].path.name
+    claims = [] if artifact.output is None else [(artifact.output.quant, REPORT_NAME)]
+    claims.append((re.sub(r"-\d+$", "", file.removesuffix(".uqff")), file))
+    found: dict[str, str] = {}
+    for name, source in claims:
+        if name.lower() in RUNGS or name.lower() in KIND_NAMES:
+            found.setdefault(name.lower(), source)
+    return found
 
 
 def _labels_of(name: str) -> frozenset[str]:

@@ -117,9 +117,10 @@ def _layer_row(artifact: Artifact, key: str, details: LayerDetails) -> LayerRow:
 
 
 def _residual_row(artifact: Artifact, name: str) -> LayerRow:
-    tensor = artifact.residual(name)
-    size = max(1, math.prod(tensor.shape))
-    return LayerRow(name, tensor.shape, tensor.label, tensor.stored_bits / size, tensor.stored_bits // 8, False, None, None)
+    """By its header: a tensor of a type that no weight has is shown too."""
+    info = artifact.residual_shard.header.tensors[name]
+    nbytes = info.end - info.begin
+    return LayerRow(name, info.shape, info.dtype.lower(), 8 * nbytes / max(1, math.prod(info.shape)), nbytes, False, None, None)
 
 
 def _files(artifact: Artifact) -> tuple[FileRow, ...]:

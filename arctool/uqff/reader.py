@@ -16,14 +16,15 @@ from numpy.typing import NDArray
 
 from arctool.errors import FormatError
 from arctool.quant.codebooks import Codebook
-from arctool.quant.tensor import DenseTensor, Weight
+from arctool.quant.tensor import DenseTensor, GgmlTensor, Weight
 from arctool.uqff.discovery import RESIDUAL_NAME, asset_names, discover, read_config, read_text
-from arctool.uqff.entries import Entry, check_key, expect, split_name, values
-from arctool.uqff.families import bias_shape, decode, decode_bias
+from arctool.uqff.entries import Entry, check_key, expect, split_name
+from arctool.uqff.families import aligned, bias_shape, decode, decode_bias
 from arctool.uqff.files import inside
 from arctool.uqff.report import UQFF_VERSION, Output, Report
 from arctool.uqff.sections import TableRef
 from arctool.uqff.shard import Shard
+from arctool.uqff.wire.plain import plain_weight
 from arctool.uqff.wire.tables import read_table, table_name
 
 _VERSION_NAMES: Final = ("uqff.version.major", "uqff.version.minor", "uqff.version.patch")
@@ -89,19 +90,21 @@ class Artifact:
     def weight(self, key: str) -> Weight:
         """The weight of layer `key`, else the residual tensor `<key>.weight`. Raises FormatError, GeometryError."""
         if key not in self._layers:
-            return self.residual(f"{key}.weight")
+            return aligned(self.residual_form(f"{key}.weight"))
         return decode(key, self.entries(key), self.table, self.where(key))
 
     def form(self, key: str) -> Weight:
         """As `weight`, by what the layer's small entries say: no scale and no code has been looked at."""
         if key not in self._layers:
-            return self.residual(f"{key}.weight")
+            return self.residual_form(f"{key}.weight")
         return decode(key, self.entries(key), self.table, self.where(key), values=False)
 
     def release(self, key: str) -> None:
-        """Tell the system that the pages of layer `key` will not be needed soon: what was mapped is no longer held in memory."""
+        """Tell the system that the pages of layer `key`, or of that residual tensor, will not be needed soon."""
         for name, shard in self._layers.get(key, {}).items():
             shard.release(name)
+        for name in {key, f"{key}.weight", f"{key}.bias"} & self.residual_shard.header.tensors.keys():
+            self.residual_shard.release(name)
 
     def bias(self, key: str) -> NDArray[np.float32] | None:
         """The bias f32 [out] of layer `key`, else of the residual's `<key>.bias`; None where neither is."""
@@ -121,13 +124,14 @@ class Artifact:
 
     def residual(self, name: str) -> DenseTensor:
         """A residual tensor by its full name, f32 or bf16 as stored (f16 widens to f32). Raises FormatError."""
+        weight = aligned(self.residual_form(name))
+        return weight if isinstance(weight, DenseTensor) else DenseTensor(weight.dense())
+
+    def residual_form(self, name: str) -> DenseTensor | GgmlTensor:
+        """As `residual`, as it lies in the file: a view, and f16 matrices stay f16. No value has been looked at."""
         if name not in self.residual_shard.header.tensors:
             raise FormatError(f"{self.directory}: tensor {name!r} is neither a layer nor in {RESIDUAL_NAME}")
-        entry = self.residual_shard.entry(name)
-        if entry.dtype not in ("F32", "BF16", "F16"):
-            raise FormatError(f"{self.residual_shard.path}: {name}: expected F32, BF16 or F16, found {entry.dtype}")
-        data = values(entry, str(self.residual_shard.path))
-        return DenseTensor(data.astype(np.float32) if entry.dtype == "F16" else data)
+        return plain_weight(self.residual_shard.entry(name), f"{self.residual_shard.path}: {name}")
 
     def table(self, ref: TableRef) -> Codebook:
         """The table that a layer refers to, read and checked once. Raises FormatError where it is missing or altered."""

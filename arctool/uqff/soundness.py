@@ -7,6 +7,7 @@ shapes and to its directory, and to what it says of itself (`honesty`).
 from __future__ import annotations
 
 import math
+import stat
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from arctool.uqff.discovery import CONFIG_NAME, RESIDUAL_NAME, SHADOWS
 from arctool.uqff.honesty import check_hashes, check_name, check_report
 from arctool.uqff.reader import Artifact
 from arctool.uqff.report import REPORT_NAME, LayerRecord
+from arctool.uqff.strangers import strange_layers, strangers
 from arctool.uqff.wire.tables import table_name
 
 Step = Callable[[], None]
@@ -97,12 +99,12 @@ def _look_at(artifact: Artifact, values: bool, key: str) -> _Seen:
         weight = artifact.form(key)
         _ = artifact.bias(key) if values else artifact.bias_shape(key)
         if values and not isinstance(weight, DenseTensor):
-            _check_values(artifact, key, weight)
+            _check_values(weight, f"{artifact.where(key)}: {key}.weight", partial(artifact.release, key))
     except ArctoolError as error:
         return _Seen(faults=(str(error),))
     if values and isinstance(weight, DenseTensor):
         try:
-            _check_values(artifact, key, weight)
+            _check_values(weight, f"{artifact.directory}: {key}.weight", partial(artifact.release, key))
         except FormatError as error:
             faults = (str(error),)  # the layer stays readable: its other faults are still looked for
     nbytes = sum(entry.nbytes for entry in artifact.entries(key).values())
@@ -114,37 +116,27 @@ def _look_at(artifact: Artifact, values: bool, key: str) -> _Seen:
     return _Seen(record, kind, table, faults)
 
 
-def _check_values(artifact: Artifact, key: str, weight: Weight) -> None:
-    """As `Artifact.weight` checks it, some rows at a time, so that no more of a large tensor is in memory than that."""
-    where = f"{artifact.where(key)}: {key}.weight"
+def _check_values(weight: Weight, where: str, release: Step) -> None:
+    """As `Artifact.weight` checks it, and dense values too, some rows at a time: no more of a large tensor is in memory than that."""
     for part in bounded_rows(weight.shape[0], *weight.shape[1:], most=CHECKED):
         try:
             weight.rows(part).check_values(where)
         except FormatError:
             weight.check_values(where)  # again, to name the row among all
             raise
-        artifact.release(key)
-
-
-def _not_finite(tensor: DenseTensor, where: str) -> tuple[str, ...]:
-    """An infinity or NaN in one weight is one in every answer."""
-    try:
-        tensor.check_values(where)
-    except FormatError as error:
-        return (str(error),)
-    return ()
+        release()
 
 
 def _check_residual(artifact: Artifact, values: bool, tally: Tally) -> None:
+    """Types that are read, and with `values` an infinity or NaN, which in one weight is one in every answer."""
     for name in artifact.residual_names():
         tally.count("residual tensors")
         try:
-            tensor = artifact.residual(name)
+            tensor = artifact.residual_form(name)
+            if values and tensor.shape:
+                _check_values(tensor, f"{artifact.directory}: {name}", partial(artifact.release, name))
         except ArctoolError as error:
             tally.fail(str(error))
-        else:
-            for fault in _not_finite(tensor, f"{artifact.directory}: {name}") if values else ():
-                tally.fail(fault)
 
 
 def _check_directory(artifact: Artifact, tally: Tally) -> None:
@@ -154,11 +146,14 @@ def _check_directory(artifact: Artifact, tally: Tally) -> None:
         ours |= {name for output in artifact.report.outputs for name in output.shards}
     for item in sorted(artifact.directory.iterdir()):
         tally.count("files")
+        kind = item.lstat().st_mode
         if SHADOWS.fullmatch(item.name):
             tally.fail(f"{item}: other programs load this file instead of the artifact's; remove it")
+        elif not (stat.S_ISREG(kind) or stat.S_ISDIR(kind)):
+            tally.fail(f"{item}: neither a file nor a directory (a link, a pipe or a device), which has no place here; remove it")
         elif item.name in ours:
             continue
-        elif item.is_dir() or item.name.lower().startswith(_HARMLESS):
+        elif stat.S_ISDIR(kind) or item.name.lower().startswith(_HARMLESS):
             tally.note(f"{item}: not part of the artifact")
         else:
             tally.fail(f"{item}: a stray file that nothing in the artifact refers to; remove it")
@@ -188,13 +183,9 @@ def _check_shapes(
             tally.fail(f"{Path(artifact.directory).name}: {name}: the model needs {list(shape)}, found {shown}")
             if not name.endswith(".bias"):
                 misfits.add(key)
-    known = {name.removesuffix(".weight").removesuffix(".bias") for name in expected}
-    for key in sorted(set(artifact.keys()) - known):
-        tally.fail(f"{artifact.directory}: layer {key} is no part of the model that {CONFIG_NAME} describes")
-        misfits.add(key)
-    for key in sorted(set(readable) & known):
-        if f"{key}.bias" not in expected and f"{key}.bias" in artifact.entries(key):
-            tally.fail(f"{artifact.directory}: {key}.bias: {CONFIG_NAME} implies no such bias; the model would be another one")
+    for complaint in strangers(artifact, expected):
+        tally.fail(complaint)
+    misfits |= set(strange_layers(artifact, expected))
     return misfits
 
 

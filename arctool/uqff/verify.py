@@ -140,7 +140,9 @@ def _check_implementations(
         step()
     for coverage in totals.values():
         tally.count(f"weights by {coverage.implementation}", coverage.weights)
-    return tally.answer(), tuple(totals.values())
+    if not keys:
+        tally.note("not asked: no layer is packed")
+    return tally.answer(asked=bool(keys)), tuple(totals.values())
 
 
 def _packed(artifact: Artifact, key: str) -> PackedTensor:
@@ -171,7 +173,9 @@ def _check_tables(artifact: Artifact, keys: list[str], shipped: Mapping[str, Shi
             seen[ident] = key
             tally.count("tables")
             _check_table(key, weight.geometry, weight.codebook, shipped, regenerate, tally)
-    return tally.answer()
+    if not keys:
+        tally.note("not asked: no layer is a trellis")
+    return tally.answer(asked=bool(keys))
 
 
 def _check_table(

@@ -289,3 +289,15 @@ def test_smollm2_from_gguf_has_the_published_tokenizer(smollm2_gguf: Path, smoll
     difference = np.abs(directory.tensor(name) - checkpoint.tensor(name))
     assert difference.max() <= np.abs(checkpoint.tensor(name)).max() / 256
     assert directory.tensor(name).shape == (192, 576)
+
+
+def test_tensors_that_lie_within_each_other_are_refused(tiny_llama: Path, tmp_path: Path) -> None:
+    gguf = write_gguf(tiny_llama, tmp_path / "a.gguf", "llama")
+    data = bytearray(gguf.read_bytes())
+    name = b"blk.1.ffn_up.weight"
+    at = data.index(name) + len(name) + 4 + 2 * 8 + 4  # behind the name: rank, two dimensions, type, then the offset
+    offset = int.from_bytes(data[at : at + 8], "little")
+    data[at : at + 8] = (offset - 32).to_bytes(8, "little")
+    gguf.write_bytes(data)
+    with pytest.raises(SourceError, match=r"a\.gguf: tensor blk\..*: begins at byte \d+, within blk\."):
+        open_checkpoint(str(gguf))

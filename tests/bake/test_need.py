@@ -9,6 +9,7 @@ import pytest
 from arctool.bake.budget.need import Need, check_bpw
 from arctool.bake.choices import LADDER
 from arctool.bake.recipe import RecipeFile, Rule, read_recipe
+from arctool.bake.source.checkpoint import open_checkpoint
 from arctool.errors import UsageError
 from arctool.run.models.spec import Role, TensorSpec
 
@@ -131,3 +132,12 @@ def test_a_layer_whose_width_takes_only_some_rungs_is_uniform_at_the_next_one_up
     given = {spec.key: recipe.choose(spec, LAYERS) for spec in specs if spec.role is Role.LINEAR}
     assert {key: choice.rung for key, choice in given.items()} == {key: "qtip3" if "down" in key else "qtip2.25-v4" for key in given}
     assert not any(choice.fallback for choice in given.values())
+
+
+def test_as_is_is_no_obstacle_to_a_budget_unless_it_is_for_a_linear_layer(tiny_llama: Path) -> None:
+    with open_checkpoint(str(tiny_llama)) as checkpoint:
+        specs, layers = checkpoint.specs, checkpoint.config.num_layers
+    vocabulary = RecipeFile(rules=(Rule("r: embedding", "as-is", "model.embed_tokens"), Rule("r: head", "as-is", "lm_head")))
+    assert Need.of(specs, layers, vocabulary, 3.0).pinned == 0
+    with pytest.raises(UsageError, match="r: rules: as-is says nothing of bits"):
+        Need.of(specs, layers, RecipeFile(rules=(Rule("r: rules", "as-is", "*.v_proj"),)), 3.0)

@@ -319,3 +319,23 @@ def test_what_quantises_nothing_leaves_embedding_and_head_alone_too(name: str) -
 
 def test_llama_cpps_spelling_of_a_type_is_ours() -> None:
     assert Recipe.uniform("q4_k") == Recipe.uniform("q4k")
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("q4_k_m", "llama.cpp's mixes are recipes here, their base is q4k"),
+        ("Q3_K_L", "their base is q3k"),
+        ("afq4", "afq4 is read and not written"),
+        ("MXFP4", "mxfp4 is read and not written"),
+    ],
+)
+def test_a_type_of_others_that_is_none_of_ours_says_what_to_do(name: str, hint: str) -> None:
+    with pytest.raises(UsageError, match=hint):
+        Recipe.uniform(name)
+
+
+def test_capitals_are_no_other_type() -> None:
+    assert Recipe.uniform("Q8_0") == Recipe.uniform("q8_0")
+    assert Recipe.uniform("Q4_K") == Recipe.uniform("q4k")
+    assert Recipe.uniform("BF16") == Recipe.uniform("bf16")

@@ -339,7 +339,7 @@ PLAIN_LIES: Lies = {
     "a dtype beside it": ({".dtype": ("U32", [], u32(0))}, r"\.dtype is not an entry of unquantised layers"),
     "a shape beside it": ({".shape": ("U32", [2], u32(2, 3))}, r"\.shape is not an entry of unquantised layers"),
     **{
-        f"{dtype} values": ({"": (dtype, [2, 3], bytes(6 * width))}, f"an unquantised weight is F32, BF16 or F16, found {dtype}")
+        f"{dtype} values": ({"": (dtype, [2, 3], bytes(6 * width))}, f"expected F32, BF16 or F16, found {dtype}")
         for dtype, width in (("U8", 1), ("F8_E4M3", 1), ("I16", 2), ("U16", 2), ("U32", 4), ("F64", 8))
     },
     "no rank": ({"": ("F32", [], bytes(4))}, r"has one to three dimensions, all positive, found \[\]"),

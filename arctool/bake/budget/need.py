@@ -45,7 +45,7 @@ class Need:
         base = pins.over(next(iter(LADDER)))
         base.check(specs)
         for rule in base.rules:
-            if rule.rung == AS_IS:
+            if rule.rung == AS_IS and any(rule.applies(spec) for spec in specs if spec.role is Role.LINEAR):
                 raise UsageError(f"{rule.where}: {AS_IS} says nothing of bits, which {OPTION} has to count; name a type")
         linear = [spec for spec in specs if spec.role is Role.LINEAR]
         weights = sum(map(weights_of, linear))

@@ -211,6 +211,11 @@ def _parse(path: Path, cursor: _Cursor) -> GgufFile:
         if name in tensors:
             raise SourceError(f"{path}: tensor {name} comes twice")
         tensors[name] = _place(path, cursor.size, name, shape, type_id, base + offset)
+    at, before = base, ""
+    for tensor in sorted(tensors.values(), key=lambda tensor: tensor.offset):
+        if tensor.offset < at:
+            raise SourceError(f"{path}: tensor {tensor.name}: begins at byte {tensor.offset}, within {before}; the file is damaged")
+        at, before = tensor.offset + tensor.nbytes, tensor.name
     return GgufFile(path, metadata, tensors)
 
 

@@ -103,9 +103,15 @@ class GgufStore:
 
     def read(self, name: str, rows: slice = ALL_ROWS) -> NDArray[np.float32]:
         """The values f32 of tensor `name`, or of some rows of it."""
-        if name in self._heads:  # rows of a head lie apart, so all are read
-            return deinterleave(self._file.read(self._tensors[name]), self._heads[name])[rows]
-        return self._file.read(self._tensors[name], rows)
+        if name not in self._heads:
+            return self._file.read(self._tensors[name], rows)
+        # Rows of a head lie apart, and heads do not: those that the wanted rows are in are read whole.
+        count = self.entries[name].shape[0]
+        height = count // self._heads[name]
+        start, stop, _ = rows.indices(count)
+        first, last = start // height, -(-max(start, stop) // height)
+        heads = self._file.read(self._tensors[name], slice(first * height, last * height))
+        return deinterleave(heads, last - first)[start - first * height : max(start, stop) - first * height] if last > first else heads
 
 
 def deinterleave(values: NDArray[Row], heads: int) -> NDArray[Row]:

@@ -17,14 +17,19 @@ TAG: Final = 1
 
 
 def decode(parts: Parts, tables: TablePool, where: str) -> DenseTensor | GgmlTensor:
-    """The weight: f32 and bf16 as a view, f16 as rows of ggml's F16."""
+    """The weight, as `plain_weight`."""
     entry = parts[""]
     if not 1 <= len(entry.shape) <= MAX_RANK or 0 in entry.shape:
         raise FormatError(f"{where}: a weight has one to three dimensions, all positive, found {list(entry.shape)}")
-    if entry.dtype == "F16" and len(entry.shape) > 1:
-        return blocks(Entry(entry.name, "U8", (entry.nbytes,), entry.raw), GGML_TYPES["f16"], entry.shape, where)
+    return plain_weight(entry, where)
+
+
+def plain_weight(entry: Entry, where: str) -> DenseTensor | GgmlTensor:
+    """Numbers in the entry's own dtype: f32 and bf16 as a view, f16 as rows of ggml's F16, and a mere vector of it widened to f32."""
     if entry.dtype not in ("F32", "BF16", "F16"):
-        raise FormatError(f"{where}: an unquantised weight is F32, BF16 or F16, found {entry.dtype}")
+        raise FormatError(f"{where}: expected F32, BF16 or F16, found {entry.dtype}")
+    if entry.dtype == "F16" and 2 <= len(entry.shape) <= MAX_RANK and 0 not in entry.shape:
+        return blocks(Entry(entry.name, "U8", (entry.nbytes,), entry.raw), GGML_TYPES["f16"], entry.shape, where)
     data = view(entry, where)
     return DenseTensor(data.astype(np.float32) if entry.dtype == "F16" else data)
 
