@@ -7,12 +7,15 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import arctool
+from arctool.kernels.cpu import jit as jit_module
 from arctool.kernels.cpu.jit import SOURCES, source_digest
 from arctool.kernels.cpu.jit_cache import KeyedFiles, identity
 
@@ -72,6 +75,8 @@ def test_kernels_run_where_no_cache_can_be_written(tmp_path: Path) -> None:
 
 CLOSURES = """
 import sys
+import threading
+import time
 import numpy as np
 from arctool.kernels.cpu.jit import jit
 
@@ -159,3 +164,27 @@ def test_identities_tell_closures_apart() -> None:
     texts = [identity(make(value)) for value in (1, np.uint32(1), 1.0, True, "1", (1, 2), make(1), make(2), None)]
     assert len(set(texts)) == len(texts)
     assert identity(make((1, make(5)))) == identity(make((1, make(5))))
+
+
+def test_threads_that_make_kernels_at_once_all_cache_them_in_the_one_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """numba's setting is one for all threads; restored while another thread needs it, the cache would lie in the working directory."""
+    seen: list[str] = []
+
+    def slowly(function: object) -> None:
+        seen.append(jit_module.config.CACHE_DIR)
+        time.sleep(0.005)
+        seen.append(jit_module.config.CACHE_DIR)
+
+    monkeypatch.setattr(jit_module, "KernelCache", slowly)
+    before, place = jit_module.config.CACHE_DIR, str(jit_module.cache_directory())
+
+    def make() -> None:
+        jit_module.jit()(lambda x: x)
+
+    threads = [threading.Thread(target=make) for _ in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert seen == [place] * 32
+    assert before == jit_module.config.CACHE_DIR

@@ -154,7 +154,7 @@ KINDS = {
     "headers": case(mutants.headers, KEYS, 3, 1, {"refused": 180}, {"refused": 400, "harmless": 150}),
     "headers in shards": case(mutants.headers, (WHOLE,), 3, 1, {"refused": 80}, {"refused": 180, "harmless": 70}),
     "dtype, shape, offsets": case(mutants.header_values, KEYS, 6, 1, {"refused": 900}, {"refused": 6000, "harmless": 5, "other": 1}),
-    "entries": case(mutants.entries, KEYS, 6, 1, {"refused": 450}, {"refused": 3000, "harmless": 20}),
+    "entries": case(mutants.entries, KEYS, 6, 1, {"refused": 450}, {"refused": 3000}),
     "entries in shards": case(mutants.entries, (WHOLE,), 24, 6, {"refused": 100}, {"refused": 500, "harmless": 20}),
     "format tags": case(about(mutants.values, r"\.format: "), KEYS, 6, 1, {"refused": 200}, {"refused": 1700}),
     "values": case(

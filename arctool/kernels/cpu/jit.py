@@ -30,6 +30,9 @@ if "NUMBA_THREADING_LAYER" not in os.environ:
 
 _work_queue = threading.Lock()
 
+_cache_setting = threading.Lock()
+"""Held while numba's one setting for all threads is ours: two that changed it at once would leave a cache in the working directory."""
+
 SOURCES = ("kernels/cpu/*.py", "quant/**/*.py", "bake/search/*.py")
 """Files whose text can end up in machine code. A test holds every user of `jit` to it."""
 
@@ -86,10 +89,11 @@ def jit(*, parallel: bool = False) -> Callable[[Callable[..., Any]], Any]:
 
 def _enable_cache(dispatcher: Any) -> None:
     try:
-        directory = cache_directory()
-        directory.mkdir(parents=True, exist_ok=True)
-        with _numba_cache_in(directory):
-            dispatcher._cache = KernelCache(dispatcher.py_func)  # what `enable_caching` does with numba's own
+        with _cache_setting:
+            directory = cache_directory()
+            directory.mkdir(parents=True, exist_ok=True)
+            with _numba_cache_in(directory):
+                dispatcher._cache = KernelCache(dispatcher.py_func)  # what `enable_caching` does with numba's own
     except (OSError, RuntimeError):
         # A home that is read-only or unknown costs some seconds of compiling at each start, nothing else.
         return
