@@ -133,8 +133,11 @@ def _check_residual(artifact: Artifact, values: bool, tally: Tally) -> None:
         tally.count("residual tensors")
         try:
             tensor = artifact.residual_form(name)
+            where = f"{artifact.directory}: {name}"
             if values and tensor.shape:
-                _check_values(tensor, f"{artifact.directory}: {name}", partial(artifact.release, name))
+                _check_values(tensor, where, partial(artifact.release, name))
+            elif values:
+                tensor.check_values(where)
         except ArctoolError as error:
             tally.fail(str(error))
 

@@ -59,6 +59,18 @@ def test_layers_past_the_configs_number_are_refused_and_not_left_out(artifact: P
     assert "layer model.layers.1.mlp.down_proj is no part of the model" in refusal(artifact)
 
 
+def test_a_bias_that_the_model_does_not_have_is_refused(artifact: Path) -> None:
+    path = artifact / "mxfp4-0.uqff"
+    bias = {"model.layers.0.self_attn.q_proj.bias": ("F32", [64], bytes(4 * 64))}
+    path.write_bytes(samples.raw_safetensors({**samples.unpack_safetensors(path.read_bytes()), **bias}))
+    assert "model.layers.0.self_attn.q_proj.bias: config.json implies no such bias" in refusal(artifact)
+
+
+def test_an_infinity_in_a_scalar_of_the_residual_is_found(artifact: Path) -> None:
+    with_residual(artifact, scalar=("F32", [], np.float32(np.inf).tobytes()))
+    assert any("scalar: the value at [] is inf" in line for line in verify(artifact).container.failures)
+
+
 @pytest.mark.parametrize("name", ["model.norm.bias", "model.layers.9.input_layernorm.weight", "lm_head.scales", "extra"])
 def test_a_residual_tensor_that_no_model_has_is_refused(name: str, artifact: Path) -> None:
     with_residual(artifact, **{name: ("F32", [2], bytes(8))})
