@@ -40,14 +40,7 @@ def bake_progress(console: Console, quiet: bool) -> Iterator[tuple[BakeProgress 
 
             yield show, say
     else:
-        last = time.monotonic()
-
-        def log(line: str, always: bool) -> None:
-            nonlocal last
-            if always or time.monotonic() - last >= LOG_SECONDS:
-                last = time.monotonic()
-                console.print(line, highlight=False, markup=False, soft_wrap=True)
-
+        log = _log(console)
         yield (
             lambda done: log(f"{done.index}/{done.total} {_bake_line(done)}", done.index == done.total),
             lambda what: log(printable(what), False),
@@ -56,19 +49,22 @@ def bake_progress(console: Console, quiet: bool) -> Iterator[tuple[BakeProgress 
 
 @contextmanager
 def verify_progress(console: Console, quiet: bool) -> Iterator[VerifyProgress | None]:
-    """One bar a question; nothing where standard error is no terminal, since a verification is short."""
-    if quiet or not console.is_terminal:
+    """One bar a question; a line now and then where standard error is no terminal."""
+    if quiet:
         yield None
-        return
-    with _bar(console, "{task.description}") as progress:
-        tasks: dict[str, int] = {}
+    elif console.is_terminal:
+        with _bar(console, "{task.description}") as progress:
+            tasks: dict[str, int] = {}
 
-        def show(question: str, done: int, total: int) -> None:
-            if question not in tasks:
-                tasks[question] = int(progress.add_task(question, total=total))
-            progress.update(tasks[question], completed=done)  # type: ignore[arg-type]  # TaskID is an int by another name
+            def show(question: str, done: int, total: int) -> None:
+                if question not in tasks:
+                    tasks[question] = int(progress.add_task(question, total=total))
+                progress.update(tasks[question], completed=done)  # type: ignore[arg-type]  # TaskID is an int by another name
 
-        yield show
+            yield show
+    else:
+        log = _log(console)
+        yield lambda question, done, total: log(f"{question} {done}/{total}", False)
 
 
 @contextmanager
@@ -85,15 +81,8 @@ def eval_progress(console: Console, quiet: bool) -> Iterator[EvalProgress | None
 
             yield show
     else:
-        last = time.monotonic()
-
-        def log(what: str, done: int, total: int) -> None:
-            nonlocal last
-            if time.monotonic() - last >= LOG_SECONDS:
-                last = time.monotonic()
-                console.print(f"{done}/{total} {printable(what)}", highlight=False, markup=False, soft_wrap=True)
-
-        yield log
+        log = _log(console)
+        yield lambda what, done, total: log(f"{done}/{total} {printable(what)}", False)
 
 
 @contextmanager
@@ -105,6 +94,19 @@ def count_progress(console: Console, quiet: bool, what: str) -> Iterator[Callabl
     with _bar(console, "{task.description}") as progress:
         task = progress.add_task(what, total=None)
         yield lambda done, total: progress.update(task, total=total, completed=done)
+
+
+def _log(console: Console) -> Callable[[str, bool], None]:
+    """log(line, always): prints the line if `LOG_SECONDS` have passed since the last one, or `always`."""
+    last = time.monotonic()
+
+    def log(line: str, always: bool) -> None:
+        nonlocal last
+        if always or time.monotonic() - last >= LOG_SECONDS:
+            last = time.monotonic()
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+    return log
 
 
 def _bar(console: Console, description: str) -> Progress:

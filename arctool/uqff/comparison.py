@@ -1,4 +1,4 @@
-"""One packed layer (trellis or GGML blocks), as every implementation here decodes it, against the oracle: block by block, bit by bit.
+"""One packed layer, as every implementation here decodes it, against the oracle: block by block, bit by bit.
 
 Memory holds a few blocks of rows at a time. Knows no kernels, which are handed in, and no files.
 """

@@ -1,24 +1,24 @@
-"""What two artifacts say and hold besides the tensors: facts, config, tables, files. And how bytes and JSON values are compared."""
+"""What two artifacts say and hold besides the tensors: facts, config, tables, files. And how bytes are compared."""
 
 from __future__ import annotations
 
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
-from arctool.uqff.discovery import CONFIG_NAME, RESIDUAL_NAME, read_text
+from arctool.uqff.discovery import CARD_NAME, CONFIG_NAME, RESIDUAL_NAME, read_text
 from arctool.uqff.entries import Entry
 from arctool.uqff.files import storage_errors
 from arctool.uqff.header import parse_json
 from arctool.uqff.inspect import Inspection
+from arctool.uqff.json_changes import Change, changes
 from arctool.uqff.reader import Artifact
 from arctool.uqff.report import REPORT_NAME
 
-CARD_NAME: Final = "README.md"
 BLOCK: Final = 1 << 22
 """Bytes that are compared at a time."""
 
@@ -32,15 +32,6 @@ _FOLLOWS: Final = ("outputs", "arctool.layers.", "arctool.sha256.", "arctool.bit
 
 _SHOWN: Final = frozenset(("uqff.producer", "arctool.version", "uqff.producer.mistralrs.version"))
 """Metadata of a shard that are facts under another name."""
-
-
-@dataclass(frozen=True)
-class ValueDifference:
-    """A fact, or a place of config.json, with what both sides have there; None where a side has nothing."""
-
-    name: str
-    a: Any
-    b: Any
 
 
 @dataclass(frozen=True)
@@ -59,28 +50,12 @@ def equal(a: Entry | None, b: Entry | None) -> bool:
     return all(np.array_equal(left[at : at + BLOCK], right[at : at + BLOCK]) for at in range(0, left.size, BLOCK))
 
 
-def values(a: Any, b: Any, at: str) -> Iterator[ValueDifference]:
-    """Where two JSON values differ, by path. A number is one number however it is written; true is none."""
-    if isinstance(a, Mapping) and isinstance(b, Mapping):
-        for key in dict.fromkeys((*a, *b)):
-            path = f"{at}.{key}" if at else key
-            if key in a and key in b:
-                yield from values(a[key], b[key], path)
-            else:
-                yield ValueDifference(path, a.get(key), b.get(key))
-    elif isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
-        for index, (left, right) in enumerate(zip(a, b, strict=True)):
-            yield from values(left, right, f"{at}[{index}]")
-    elif a != b or isinstance(a, bool) != isinstance(b, bool):
-        yield ValueDifference(at, a, b)
-
-
-def facts(a: Artifact, b: Artifact, stock_a: Inspection, stock_b: Inspection) -> Iterator[ValueDifference]:
+def facts(a: Artifact, b: Artifact, stock_a: Inspection, stock_b: Inspection) -> Iterator[Change]:
     """What the files say of themselves: versions, producer, how they were baked, how they are laid out."""
     left, right = _facts(a, stock_a), _facts(b, stock_b)
     for name in dict.fromkeys((*left, *right)):
         if left.get(name) != right.get(name):
-            yield ValueDifference(name, left.get(name), right.get(name))
+            yield Change(name, left.get(name), right.get(name))
 
 
 def _facts(artifact: Artifact, stock: Inspection) -> dict[str, Any]:
@@ -138,7 +113,7 @@ def _note(a: Artifact, b: Artifact, name: str) -> Iterator[str]:
         yield f"{CONFIG_NAME}: the same values, written differently"
     elif name == REPORT_NAME:
         left, right = (parse_json(read_text(side.directory, name), str(side.directory / name)) for side in (a, b))
-        places = [item.name for item in values(left, right, "")]
+        places = [item.name for item in changes(left, right)]
         own = [place for place in places if not place.startswith(_FOLLOWS)]
         more = f" and {len(own) - NAMED} more places" if len(own) > NAMED else ""
         if own:

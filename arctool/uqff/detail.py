@@ -147,7 +147,7 @@ def _read(artifact: Artifact, kind: str, name: str) -> tuple[Weight, tuple[Entry
         _entry_row(shard, entry) for shard in artifact.shards for entry in artifact.entries(layer) if entry in shard.header.tensors
     )
     if kind == "layer":
-        return artifact.weight(layer), rows
+        return artifact.form(layer), rows
     bias = artifact.bias(layer)
     if bias is None:
         raise FormatError(f"{artifact.directory}: {name} vanished while it was read")

@@ -16,10 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from arctool.quant.tensor import Weight
-from arctool.uqff.chunks import chunks, run_length
-from arctool.uqff.contrast import DIFFERS, ONLY_A, ONLY_B, FileDifference, ValueDifference, equal, facts, files, tables, values
+from arctool.uqff.contrast import DIFFERS, ONLY_A, ONLY_B, FileDifference, equal, facts, files, tables
+from arctool.uqff.distance import gap_and_power
 from arctool.uqff.entries import Entry
 from arctool.uqff.inspect import Totals, take_stock
+from arctool.uqff.json_changes import Change, changes
 from arctool.uqff.reader import Artifact, open_artifact
 
 Progress = Callable[[int, int], None]
@@ -69,8 +70,8 @@ class Difference:
 
     a: Side
     b: Side
-    facts: tuple[ValueDifference, ...]
-    config: tuple[ValueDifference, ...]
+    facts: tuple[Change, ...]
+    config: tuple[Change, ...]
     tensors: tuple[TensorDifference, ...]
     tables: tuple[FileDifference, ...]
     files: tuple[FileDifference, ...]
@@ -121,7 +122,7 @@ def difference(path_a: Path, path_b: Path, *, decode: bool = True, progress: Pro
         stock_a, stock_b = take_stock(a, path_a), take_stock(b, path_b)
         found, compared, whole = _tensors(a, b, decode, progress)
         said, held = tuple(facts(a, b, stock_a, stock_b)), tuple(tables(a, b))
-        config = tuple(values(a.config_json, b.config_json, ""))
+        config = tuple(changes(a.config_json, b.config_json))
         changed, notes = files(a, b, layout=not (said or held or found), config_differs=bool(config))
         return Difference(
             a=Side(str(path_a), a.directory.resolve().name, stock_a.totals),
@@ -146,6 +147,8 @@ def _tensors(a: Artifact, b: Artifact, decode: bool, progress: Progress | None) 
         differs = _compare(name, _read(a, names_a, name), _read(b, names_b, name), whole if decode else None)
         if differs is not None:
             found.append(differs)
+        a.release(name)
+        b.release(name)
         if progress is not None:
             progress(number, len(every))
     return tuple(found), len(every), whole
@@ -172,7 +175,7 @@ def _read(artifact: Artifact, names: Mapping[str, str], name: str) -> _Tensor | 
     if kind == "layer":
         entries = artifact.entries(name)
         named = {full.removeprefix(f"{name}."): entry for full, entry in entries.items() if full != f"{name}.bias"}
-        return _Tensor(artifact.weight(name), artifact.bias(name), named, sum(entry.nbytes for entry in entries.values()))
+        return _Tensor(artifact.form(name), artifact.bias(name), named, sum(entry.nbytes for entry in entries.values()))
     full = name if kind == "residual" else f"{name}.weight"
     entry = artifact.residual_shard.entry(full)
     bias = artifact.bias(name) if kind == "loose" else None
@@ -204,12 +207,8 @@ def _stored(tensor: _Tensor | None) -> Stored | None:
 
 
 def _distance(a: Weight, b: Weight, whole: _Sum) -> float | None:
-    own, rows = _Sum(), run_length(a, b)
     with np.errstate(invalid="ignore"):  # what is not finite makes the sums so, and the answer None
-        for (_, left), (_, right) in zip(chunks(a, rows), chunks(b, rows), strict=True):
-            wide = left.astype(np.float64)
-            own.power += float(np.square(wide).sum())
-            own.gap += float(np.square(wide - right).sum())
+        own = _Sum(*gap_and_power(b, a))
     if math.isfinite(own.power) and math.isfinite(own.gap):
         whole.power += own.power
         whole.gap += own.gap

@@ -16,6 +16,8 @@ from arctool.uqff.report_parse import parse_report
 
 RESIDUAL_NAME: Final = "residual.safetensors"
 CONFIG_NAME: Final = "config.json"
+CARD_NAME: Final = "README.md"
+"""The model card, which a hub shows and no loader reads."""
 MAX_TEXT: Final = 1 << 28
 """Bytes of the largest JSON file or asset that is read into memory."""
 

@@ -18,17 +18,20 @@ FOREIGN_ERROR: Final = 0.5
 
 
 def relative_error(stored: Weight, original: Weight | Rowwise) -> float:
-    """‖W−Ŵ‖²/‖W‖² of two weights of one shape, summed in f64; 0 for equal ones, inf where only the original is zero.
+    """‖W−Ŵ‖²/‖W‖² of two weights of one shape; 0 for equal ones, inf where only the original is zero."""
+    gap, power = gap_and_power(stored, original)
+    return gap / power if power else (0.0 if gap == 0 else float("inf"))
 
-    Both are decoded a block of rows at a time.
-    """
+
+def gap_and_power(stored: Weight, original: Weight | Rowwise) -> tuple[float, float]:
+    """(‖W−Ŵ‖², ‖W‖²) of two weights of one shape, summed in f64. Both are decoded a block of rows at a time."""
     gap = power = 0.0
     rows = run_length(stored, original)
     for (_, found), (_, want) in zip(chunks(stored, rows), chunks(original, rows), strict=True):
         truth = want.astype(np.float64)
         gap += float(np.square(found - truth).sum())
         power += float(np.square(truth).sum())
-    return gap / power if power else (0.0 if gap == 0 else float("inf"))
+    return gap, power
 
 
 def bit_limit(weight: Weight) -> float | None:

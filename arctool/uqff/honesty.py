@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Executor
 from dataclasses import replace
 from typing import Any, Final
@@ -15,6 +15,7 @@ from arctool.uqff.answers import Tally
 from arctool.uqff.discovery import CONFIG_NAME, RESIDUAL_NAME, read_text
 from arctool.uqff.files import hash_file
 from arctool.uqff.header import parse_json
+from arctool.uqff.json_changes import changes
 from arctool.uqff.reader import Artifact
 from arctool.uqff.report import REPORT_NAME, LayerRecord, Output, Report, make_output
 
@@ -41,8 +42,8 @@ def check_report(artifact: Artifact, readable: Mapping[str, LayerRecord], tally:
     where = f"{artifact.directory / REPORT_NAME}"
     if report.bake is not None:
         claimed = parse_json(read_text(artifact.directory, REPORT_NAME), where)
-        for difference in _differences(claimed, _rebuilt(artifact, report, readable).to_json(), ""):
-            tally.fail(f"{where}: {difference}")
+        for change in changes(claimed, _rebuilt(artifact, report, readable).to_json()):
+            tally.fail(f"{where}: {change.name}: the report claims {str(change.a)[:80]}, the artifact has {str(change.b)[:80]}")
         tally.count("report fields", _leaves(claimed))
     elif artifact.output is not None:
         if _ours(artifact):
@@ -176,18 +177,6 @@ def _rebuilt(artifact: Artifact, report: Report, readable: Mapping[str, LayerRec
         uqff_version=".".join(map(str, artifact.version)),
         outputs=(make_output(quant, tuple(shard.path.name for shard in artifact.shards), layers),),
     )
-
-
-def _differences(claimed: Any, found: Any, at: str) -> Iterator[str]:
-    """Where two JSON values differ, by path."""
-    if isinstance(claimed, dict) and isinstance(found, dict):
-        for key in sorted(claimed.keys() | found.keys()):
-            yield from _differences(claimed.get(key), found.get(key), f"{at}.{key}" if at else key)
-    elif isinstance(claimed, list) and isinstance(found, list) and len(claimed) == len(found):
-        for index, (left, right) in enumerate(zip(claimed, found, strict=True)):
-            yield from _differences(left, right, f"{at}[{index}]")
-    elif claimed != found:
-        yield f"{at}: the report claims {str(claimed)[:80]}, the artifact has {str(found)[:80]}"
 
 
 def _leaves(value: Any) -> int:

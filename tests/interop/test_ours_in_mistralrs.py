@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import platform
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,10 +20,6 @@ pytestmark = [pytest.mark.interop, pytest.mark.skipif(MISSING, reason="mistralrs
 
 GREEDY = [" Paris.\n\nThe answer is: 2018-01", "The capital of France is Paris."]
 """What transformers says of SmolLM2 in f32, to the two prompts."""
-
-
-def test_where_the_wheel_exists_it_is_installed() -> None:
-    assert not (MISSING and sys.platform == "linux" and platform.machine() == "x86_64"), "pip install mistralrs"
 
 
 @pytest.mark.real

@@ -10,10 +10,11 @@ from test_hostile_text import HOSTILE, shown
 
 from arctool.quant.tensor import DenseTensor
 from arctool.terminal.inspection import difference, summary, tensor
-from arctool.uqff.contrast import FileDifference, ValueDifference
+from arctool.uqff.contrast import FileDifference
 from arctool.uqff.detail import EntryRow, TensorDetail, TrellisFacts
 from arctool.uqff.difference import Difference, Side, Stored, TensorDifference
 from arctool.uqff.inspect import Totals
+from arctool.uqff.json_changes import Change
 from arctool.uqff.report import LayerDetails
 from arctool.uqff.statistics import measure
 
@@ -44,8 +45,8 @@ def contrast(text: str) -> Difference:
     return Difference(
         a=Side(text, text, TOTALS),
         b=Side(text, text, TOTALS),
-        facts=(ValueDifference(text, text, text),),
-        config=(ValueDifference(text, text, None),),
+        facts=(Change(text, text, text),),
+        config=(Change(text, text, None),),
         tensors=(row,),
         tables=(FileDifference(text, "only in A"),),
         files=(FileDifference(text, "differs"),),

@@ -16,8 +16,8 @@ from arctool.errors import FormatError, StorageError
 from arctool.quant.tensor import DenseTensor, TrellisTensor, Weight
 from arctool.uqff import chunks as chunking
 from arctool.uqff.container import ArtifactWriter, LayerDetails
-from arctool.uqff.contrast import values
 from arctool.uqff.difference import Difference, difference
+from arctool.uqff.json_changes import changes
 
 Layers = dict[str, tuple[Weight, np.ndarray | None]]
 
@@ -170,7 +170,7 @@ def test_config_facts_and_files_are_compared_by_value(compare: Callable[..., Dif
 def test_json_values_are_compared_as_values() -> None:
     left = {"a": 1, "b": [1, {"c": None}], "d": True, "e": [1], "f": "x", "g": 0}
     right = {"a": 1.0, "b": [2, {"c": None}], "d": 1, "e": [1, 2], "f": "x", "h": 0}
-    found = [(row.name, row.a, row.b) for row in values(left, right, "")]
+    found = [(row.name, row.a, row.b) for row in changes(left, right, "")]
     assert found == [("b[0]", 1, 2), ("d", True, 1), ("e", [1], [1, 2]), ("g", 0, None), ("h", None, 0)]
 
 

@@ -19,8 +19,6 @@ from arctool.uqff.container import LayerRecord
 from arctool.uqff.discovery import RESIDUAL_NAME
 from arctool.uqff.report import DENSE_LABELS, REPORT_NAME
 
-CARD_NAME = "README.md"
-
 MOST_LISTED = 24
 """Layers of a list; the report has all."""
 

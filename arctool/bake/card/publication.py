@@ -9,13 +9,14 @@ from collections.abc import Iterable
 
 import arctool
 from arctool.bake.card.measurement import Say, measure
-from arctool.bake.card.page import CARD_NAME, card
+from arctool.bake.card.page import card
 from arctool.bake.card.subject import CardLayer, Subject
 from arctool.bake.plan import Task
 from arctool.bake.source.checkpoint import Checkpoint
 from arctool.bake.source.terms import LICENCE_FILE
 from arctool.run.reading import Reading
 from arctool.uqff.container import ArtifactWriter, BakeInfo, Report
+from arctool.uqff.discovery import CARD_NAME
 from arctool.uqff.inspect import inspect
 
 

@@ -17,6 +17,9 @@ from arctool.quant.ggml.block_type import GgmlType
 from arctool.quant.ggml.k_quants import F32, SUPER, U8, Codes
 from arctool.quant.ggml.k_search import Form, search
 
+Bound = Callable[[Form], float]
+Pack = Callable[[Codes], U8]
+
 HALF = 2.0**-11
 """Relative rounding of an f16 factor."""
 
@@ -41,7 +44,7 @@ def one_sided_bound(form: Form) -> float:
     return (1 + share**2) / 2
 
 
-def encode(form: Form, pack: Callable[[Codes], U8], weights: F32) -> U8:
+def encode(form: Form, pack: Pack, weights: F32) -> U8:
     """u8 [blocks, block_bytes] of f32 [blocks, 256]."""
     return pack(search(weights, form))
 
@@ -58,53 +61,16 @@ Q4K_FORM = Form(32, 0, 15, 0, 63, 0, 63, TRIMS, SHRINKS, rounds=2)
 Q5K_FORM = Form(32, 0, 31, 0, 63, 0, 63, TRIMS, SHRINKS, rounds=2)
 Q6K_FORM = Form(16, -32, 31, -128, 127, 0, 0, STRETCHES, SHRINKS, rounds=2)
 
-Q2K = GgmlType(
-    name="q2k",
-    id=10,
-    block=SUPER,
-    block_bytes=84,
-    scales=(80, 82),
-    worst_error=one_sided_bound(Q2K_FORM),
-    encode_blocks=partial(encode, Q2K_FORM, k_quants.pack_q2k),
-    decode_blocks=k_quants.decode_q2k,
-)
-Q3K = GgmlType(
-    name="q3k",
-    id=11,
-    block=SUPER,
-    block_bytes=110,
-    scales=(108,),
-    worst_error=symmetric_bound(Q3K_FORM),
-    encode_blocks=partial(encode, Q3K_FORM, k_quants.pack_q3k),
-    decode_blocks=k_quants.decode_q3k,
-)
-Q4K = GgmlType(
-    name="q4k",
-    id=12,
-    block=SUPER,
-    block_bytes=144,
-    scales=(0, 2),
-    worst_error=affine_bound(Q4K_FORM),
-    encode_blocks=partial(encode, Q4K_FORM, k_quants.pack_q4k),
-    decode_blocks=k_quants.decode_q4k,
-)
-Q5K = GgmlType(
-    name="q5k",
-    id=13,
-    block=SUPER,
-    block_bytes=176,
-    scales=(0, 2),
-    worst_error=affine_bound(Q5K_FORM),
-    encode_blocks=partial(encode, Q5K_FORM, k_quants.pack_q5k),
-    decode_blocks=k_quants.decode_q5k,
-)
-Q6K = GgmlType(
-    name="q6k",
-    id=14,
-    block=SUPER,
-    block_bytes=210,
-    scales=(208,),
-    worst_error=symmetric_bound(Q6K_FORM),
-    encode_blocks=partial(encode, Q6K_FORM, k_quants.pack_q6k),
-    decode_blocks=k_quants.decode_q6k,
-)
+
+def k_quant(
+    name: str, id: int, block_bytes: int, scales: tuple[int, ...], form: Form, bound: Bound, pack: Pack, decode: Callable[[U8], F32]
+) -> GgmlType:
+    """The type whose super-blocks `pack` lays out and `decode` reads."""
+    return GgmlType(name, id, SUPER, block_bytes, scales, bound(form), partial(encode, form, pack), decode)
+
+
+Q2K = k_quant("q2k", 10, 84, (80, 82), Q2K_FORM, one_sided_bound, k_quants.pack_q2k, k_quants.decode_q2k)
+Q3K = k_quant("q3k", 11, 110, (108,), Q3K_FORM, symmetric_bound, k_quants.pack_q3k, k_quants.decode_q3k)
+Q4K = k_quant("q4k", 12, 144, (0, 2), Q4K_FORM, affine_bound, k_quants.pack_q4k, k_quants.decode_q4k)
+Q5K = k_quant("q5k", 13, 176, (0, 2), Q5K_FORM, affine_bound, k_quants.pack_q5k, k_quants.decode_q5k)
+Q6K = k_quant("q6k", 14, 210, (208,), Q6K_FORM, symmetric_bound, k_quants.pack_q6k, k_quants.decode_q6k)

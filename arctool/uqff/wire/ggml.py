@@ -11,15 +11,13 @@ import numpy as np
 from arctool.errors import FormatError, GeometryError
 from arctool.quant.ggml import GGML_BY_ID, GgmlType
 from arctool.quant.tensor import DenseTensor, GgmlTensor
-from arctool.uqff.entries import Entry, bytes_of, entry_of, expect, read_shape, scalar_entry, view
+from arctool.uqff.entries import DTYPE_BYTES, Entry, bytes_of, entry_of, expect, read_shape, scalar_entry, view
 from arctool.uqff.wire.family import Family, Parts, TablePool
 
 TAG: Final = 0
 
-F32: Final = 0
-BF16: Final = 30
-PLAIN: Final[Mapping[int, tuple[str, str]]] = {F32: ("f32", "F32"), BF16: ("bf16", "BF16")}
-"""By ggml's number: types that a `DenseTensor` holds, with their dtypes in safetensors."""
+PLAIN: Final[Mapping[str, int]] = {"f32": 0, "bf16": 30}
+"""ggml's numbers of what a `DenseTensor` holds, by its label, which in capitals is the dtype in safetensors."""
 
 UNREADABLE: Final[Mapping[int, str]] = {9: "q8_1", 15: "q8k", 39: "mxfp4"}
 """Types that have a number and are not read: no loader of UQFF takes them, mistral.rs (which writes two of them) included."""
@@ -27,8 +25,7 @@ UNREADABLE: Final[Mapping[int, str]] = {9: "q8_1", 15: "q8k", 39: "mxfp4"}
 
 def encode(base: str, weight: DenseTensor | GgmlTensor) -> list[Entry]:
     """The entries of a layer of plain numbers or blocks."""
-    plain = F32 if isinstance(weight, GgmlTensor) or weight.data.dtype == np.float32 else BF16
-    kind = weight.type.id if isinstance(weight, GgmlTensor) else plain
+    kind = weight.type.id if isinstance(weight, GgmlTensor) else PLAIN[weight.label]
     return [
         entry_of(base, "U8", bytes_of(weight.data)),
         scalar_entry(f"{base}.format", "U8", TAG),
@@ -38,17 +35,17 @@ def encode(base: str, weight: DenseTensor | GgmlTensor) -> list[Entry]:
 
 
 def decode(parts: Parts, tables: TablePool, where: str) -> DenseTensor | GgmlTensor:
-    """The weight; its bytes stay a view of the entry where alignment allows."""
+    """The weight; its bytes stay a view of the entry."""
     kind = int(expect(parts["dtype"], "U32", (), where))
-    if kind in PLAIN:
-        name, dtype = PLAIN[kind]
-        shape = read_shape(parts["shape"], None, where)
-        _check_size(parts[""], name, shape, prod(shape) * (4 if kind == F32 else 2), where)
+    plain = next((name for name, number in PLAIN.items() if number == kind), None)
+    if plain is not None:
+        shape, dtype = read_shape(parts["shape"], None, where), plain.upper()
+        _check_size(parts[""], plain, shape, prod(shape) * DTYPE_BYTES[dtype], where)
         return DenseTensor(view(Entry(parts[""].name, dtype, shape, parts[""].raw), where))
     if kind in GGML_BY_ID:
         return blocks(parts[""], GGML_BY_ID[kind], read_shape(parts["shape"], None, where), where)
     label = f"{UNREADABLE[kind]} (ggml {kind})" if kind in UNREADABLE else f"ggml type {kind}"
-    names = {number: name for number, (name, _) in PLAIN.items()} | {number: known.name for number, known in GGML_BY_ID.items()}
+    names = {number: name for name, number in PLAIN.items()} | {number: known.name for number, known in GGML_BY_ID.items()}
     known = ", ".join(f"{names[number]} ({number})" for number in sorted(names))
     raise FormatError(f"{where}.dtype: {label} is not readable by this version; it reads {known}")
 
