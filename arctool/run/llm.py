@@ -94,7 +94,13 @@ class LLM:
             block_size=options.block_size,
             kv_dtype=options.kv_dtype,
         )
-        self.runner = ModelRunner(load_model(weights, self.registry), plan)
+        self.runner = ModelRunner(
+            load_model(weights, self.registry),
+            plan,
+            max_tokens=options.prefill_chunk + options.max_seqs,
+            max_seqs=options.max_seqs,
+            registry=self.registry,
+        )
         self.engine = Engine(
             self.runner,
             self.tokenizer,

@@ -7,6 +7,8 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
+from arctool.kernels.registry import Registry
+from arctool.run.compiled import CompiledModel, StepLimits
 from arctool.run.kv.cache import CachePlan, KVCache
 from arctool.run.models.decoder import CausalLM
 from arctool.run.scheduler import Work
@@ -17,11 +19,14 @@ from arctool.run.step import Span, build_step
 class ModelRunner:
     """Runs steps of `model` over a cache of the planned size."""
 
-    def __init__(self, model: CausalLM, cache_plan: CachePlan) -> None:
+    def __init__(self, model: CausalLM, cache_plan: CachePlan, *, max_tokens: int, max_seqs: int, registry: Registry | None = None) -> None:
+        """`max_tokens`, `max_seqs`: of one step. `registry`: counts what the steps engage."""
         self.model = model
+        self._registry = registry
         self.plan = cache_plan
         self.cache = KVCache(model.config, cache_plan.num_blocks, cache_plan.block_size, cache_plan.dtype)
-        model.rope.reserve(cache_plan.max_model_len)
+        limits = StepLimits(max_tokens, max_seqs, max_seqs, cache_plan.max_model_len)
+        self.compiled = CompiledModel(model, self.cache, limits)
 
     def run(self, work: Iterable[tuple[Sequence, Work]]) -> NDArray[np.float32]:
         """Logits f32 [emitting work items, vocab], in the order of `work`; the keys and values of its tokens are cached."""
@@ -29,15 +34,11 @@ class ModelRunner:
 
     def run_spans(self, spans: list[Span]) -> NDArray[np.float32]:
         """The same for any spans: logits f32 [their logit tokens, vocab]."""
-        logits: NDArray[np.float32] = self.model(build_step(spans, self.cache.block_size), self.cache).numpy()
+        logits = self.compiled.run(build_step(spans, self.cache.block_size))
+        if self._registry is not None:
+            self._registry.engaged(self.compiled.program.counts)
         return logits
 
 
 def _span(sequence: Sequence, work: Work) -> Span:
-    return Span(
-        ids=sequence.tokens(work.first, work.last),
-        position=work.first,
-        blocks=sequence.table.blocks,
-        token_class=work.token_class,
-        logit_tokens=int(work.emits),
-    )
+    return Span(sequence.tokens(work.first, work.last), work.first, sequence.table.blocks, int(work.emits))

@@ -14,7 +14,6 @@ from collections.abc import Sequence as Ordered
 from dataclasses import dataclass
 
 from arctool.errors import RequestError, UsageError
-from arctool.kernels.registry import TokenClass
 from arctool.run.kv.blocks import BlockAllocator, blocks_for
 from arctool.run.sequence import FinishReason, Sequence, Status
 
@@ -58,7 +57,7 @@ class Work:
     id: int
     first: int
     last: int
-    token_class: TokenClass
+    prompt: bool
     emits: bool
 
     @property
@@ -77,11 +76,11 @@ class StepPlan:
 def plan(running: Ordered[View], waiting: Ordered[View], free_blocks: int, limits: Limits) -> StepPlan:
     """Plan the next step. `running` and `waiting` are in order of arrival. An empty plan means that nobody has work."""
     current = [_next_work(view, limits) for view in running]
-    decodes = [work for work in current if work.token_class is TokenClass.DECODE]
+    decodes = [work for work in current if not work.prompt]
     budget = limits.max_tokens - sum(work.tokens for work in decodes)
     prefills: list[Work] = []
     for work in current:
-        if work.token_class is TokenClass.PREFILL and work.tokens <= budget:
+        if work.prompt and work.tokens <= budget:
             prefills.append(work)
             budget -= work.tokens
     admitted: list[int] = []
@@ -100,10 +99,10 @@ def _next_work(view: View, limits: Limits) -> Work:
     """The next piece of one sequence: a prompt's chunk, or what follows the prompt, in the class of its own history."""
     if view.computed < view.prompt:
         cut = (view.computed // limits.prefill_chunk + 1) * limits.prefill_chunk
-        last, token_class = min(view.prompt, cut), TokenClass.PREFILL
+        last, prompt = min(view.prompt, cut), True
     else:
-        last, token_class = view.length, TokenClass.DECODE
-    return Work(view.id, view.computed, last, token_class, emits=last == view.length)
+        last, prompt = view.length, False
+    return Work(view.id, view.computed, last, prompt, emits=last == view.length)
 
 
 def _to_come(view: View, limits: Limits) -> int:

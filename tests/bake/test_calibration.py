@@ -19,10 +19,9 @@ from arctool.bake.calibration.hessian import damping
 from arctool.bake.calibration.stream import Calibration, Measured, Stage, one_thread_per_call
 from arctool.bake.source.checkpoint import Checkpoint, open_checkpoint
 from arctool.errors import SourceError, StorageError
-from arctool.kernels.registry import TokenClass, default_registry
+from arctool.kernels.registry import default_registry
 from arctool.quant.tensor import DenseTensor
 from arctool.run.kv.blocks import blocks_for
-from arctool.run.kv.cache import KVCache
 from arctool.run.models.spec import EMBEDDING_KEY, Role
 from arctool.run.step import Span, build_step
 from arctool.run.weights import load_model
@@ -73,13 +72,12 @@ def engines_states(checkpoint: Checkpoint, ids: NDArray[np.int32]) -> list[NDArr
     """Hidden states f32 [tokens, hidden] after the embedding and after every layer, as the engine computes one window."""
     model = load_model(checkpoint, default_registry())
     count = blocks_for(len(ids), 16)
-    cache = KVCache(checkpoint.config, count, 16)
-    step = build_step([Span(ids.tolist(), 0, range(count), TokenClass.PREFILL, 0)], 16)
+    step = build_step([Span(ids.tolist(), 0, range(count), 0)], 16)
     model.rope.reserve(len(ids))
     with torch.inference_mode():
-        states = [model.embedding(step.ids)]
+        states = [model.embedding(torch.from_numpy(step.ids))]
         for block in model.blocks:
-            states.append(block(states[-1], step, model.rope.at(step.positions), cache))
+            states.append(block(states[-1], step, model.rope.at(torch.from_numpy(step.positions))))
     return [values.numpy() for values in states]
 
 

@@ -26,9 +26,9 @@ LENGTHS = [3, 70, 1, 33, 129]
 
 def make_engine(source: DirectorySource, registry: Registry, *, max_seqs: int = 4, text: bool = False, blocks: int | None = None) -> Engine:
     """Small blocks and chunks, and a cache full of NaN, so that boundaries and stale slots matter."""
-    memory = None if blocks is None else blocks * 8 * 2 * 2 * 2 * 16 * 4
-    plan = plan_cache(source.config, max_seqs=max_seqs, block_size=8, kv_memory=memory)
-    runner = ModelRunner(load_model(source, registry), plan)
+    memory = None if blocks is None else blocks * 16 * 2 * 2 * 2 * 16 * 4
+    plan = plan_cache(source.config, max_seqs=max_seqs, block_size=16, kv_memory=memory)
+    runner = ModelRunner(load_model(source, registry), plan, max_tokens=32 + max_seqs, max_seqs=max_seqs)
     for store in (*runner.cache.keys, *runner.cache.values):
         store.fill_(float("nan"))
     tokenizer = Tokenizer(source.assets, source.config.vocab_size) if text else None
@@ -103,7 +103,7 @@ def test_a_seed_reproduces_and_no_seed_differs(engine: Engine) -> None:
 
 
 def test_a_small_cache_makes_requests_wait_and_serves_them_all(llama: DirectorySource, registry: Registry) -> None:
-    small = make_engine(llama, registry, max_seqs=4, blocks=8)  # 64 tokens
+    small = make_engine(llama, registry, max_seqs=4, blocks=4)  # 64 tokens
     assert small.max_model_len == 64
     prompts = [random_ids(i, 20) for i in range(6)]
     done = small.generate(prompts, [GREEDY] * 6)

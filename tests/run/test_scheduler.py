@@ -7,14 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from arctool.errors import RequestError, UsageError
-from arctool.kernels.registry import TokenClass
 from arctool.run.kv.blocks import BlockTable
 from arctool.run.sampling_params import SamplingParams
 from arctool.run.scheduler import Limits, Scheduler, StepPlan, View, Work, plan
 from arctool.run.sequence import FinishReason, Sequence, Status
 
 LIMITS = Limits(max_seqs=4, max_tokens=20, prefill_chunk=8, block_size=4, num_blocks=16, max_model_len=64)
-PREFILL, DECODE = TokenClass.PREFILL, TokenClass.DECODE
+PREFILL, DECODE = True, False
 
 
 def view(id: int, prompt: int, computed: int = 0, generated: int = 0, new: int = 8, held: int = 0) -> View:
@@ -109,7 +108,7 @@ def test_every_request_is_served_in_bounded_time_and_every_block_comes_back(
         admitted += [s.id for s in scheduler.running if s.id not in admitted]
         assert sum(w.tokens for _, w in work) <= LIMITS.max_tokens
         assert len(scheduler.running) <= LIMITS.max_seqs
-        classes = [w.token_class for _, w in work]
+        classes = [w.prompt for _, w in work]
         assert classes == sorted(classes, key=[PREFILL, DECODE].index)
         if scheduler.running:
             assert work, "somebody runs and nobody advances"

@@ -14,10 +14,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from arctool.bake.calibration.stream import LiveLinear
-from arctool.kernels.registry import TokenClass, default_registry
+from arctool.kernels.registry import default_registry
 from arctool.quant.tensor import Weight
 from arctool.run.kv.blocks import blocks_for
-from arctool.run.kv.cache import KVCache
 from arctool.run.layers.linear import Embedding, Projection
 from arctool.run.layers.rmsnorm import RMSNorm
 from arctool.run.models import architecture
@@ -78,14 +77,14 @@ class Passage:
         blocks = 0
         for window in windows:
             count = blocks_for(len(window), BLOCK_SIZE)
-            spans.append(Span(window, 0, range(blocks, blocks + count), TokenClass.PREFILL, 0))
+            spans.append(Span(window, 0, range(blocks, blocks + count), 0))
             blocks += count
         step = build_step(spans, BLOCK_SIZE)
-        return Batch(step, blocks, self._model.rope.at(step.positions))
+        return Batch(step, blocks, self._model.rope.at(torch.from_numpy(step.positions)))
 
     def embedded(self, batch: Batch) -> torch.Tensor:
         """The hidden states before the first layer, f32 [tokens, hidden]."""
-        return self._model.embedding(batch.step.ids)
+        return self._model.embedding(torch.from_numpy(batch.step.ids))
 
     def block(self, layer: int) -> Block:
         """A decoder layer with its weights in f32."""
@@ -101,8 +100,7 @@ class Passage:
     @torch.inference_mode()
     def through(self, block: Block, states: torch.Tensor, batch: Batch) -> torch.Tensor:
         """Hidden states f32 [tokens, hidden] after `block`."""
-        cache = KVCache(self._source.config, batch.blocks, BLOCK_SIZE)
-        return block(states, batch.step, batch.rotation, cache)
+        return block(states, batch.step, batch.rotation)
 
     @torch.inference_mode()
     def normed(self, states: torch.Tensor) -> torch.Tensor:

@@ -25,17 +25,16 @@ from numpy.typing import NDArray
 from arctool.bake.calibration.compensation import COMPENSATION_SHRINKAGE, Change, change
 from arctool.bake.calibration.hessian import Moments, damping
 from arctool.errors import SourceError
-from arctool.kernels.registry import TokenClass, default_registry
+from arctool.kernels.registry import default_registry
 from arctool.quant.tensor import DenseTensor, Weight
 from arctool.run.config import ModelConfig
 from arctool.run.kv.blocks import blocks_for
-from arctool.run.kv.cache import KVCache
 from arctool.run.layers.linear import Embedding
 from arctool.run.layers.rmsnorm import RMSNorm
 from arctool.run.models import architecture
 from arctool.run.models.decoder import Block, CausalLM
 from arctool.run.models.spec import EMBEDDING_KEY, HEAD_KEY
-from arctool.run.step import Rows, Span, StepInputs, build_step
+from arctool.run.step import Span, StepInputs, build_step
 from arctool.uqff.files import storage_errors
 
 BATCH = 4
@@ -70,7 +69,7 @@ class LiveLinear:
     weight: torch.Tensor | None = None
     bias: torch.Tensor | None = None
 
-    def __call__(self, x: torch.Tensor, rows: Rows) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x: f32 [rows, in] → f32 [rows, out]."""
         assert self.weight is not None, f"{self.key} is used before it is installed"
         y = x @ self.weight.T
@@ -162,10 +161,8 @@ class Calibration:
         self._linears = parts.linears
         self._model.rope.reserve(ids.shape[1])
         self.states = self._array(config.hidden_size)
-        self._step = build_step(
-            [Span([0] * ids.shape[1], 0, range(blocks_for(ids.shape[1], BLOCK_SIZE)), TokenClass.PREFILL, 0)], BLOCK_SIZE
-        )
-        self._rotation = self._model.rope.at(self._step.positions)
+        self._step = build_step([Span([0] * ids.shape[1], 0, range(blocks_for(ids.shape[1], BLOCK_SIZE)), 0)], BLOCK_SIZE)
+        self._rotation = self._model.rope.at(torch.from_numpy(self._step.positions))
 
     @property
     def layers(self) -> int:
@@ -262,11 +259,10 @@ class Calibration:
 
     @torch.inference_mode()
     def _add(self, linear: LiveLinear, window: int, inputs: NDArray[np.float32]) -> None:
-        self.states[window] += linear(torch.from_numpy(inputs), self._step.rows).numpy()
+        self.states[window] += linear(torch.from_numpy(inputs)).numpy()
 
     def _mix(self, block: Block, x: torch.Tensor, step: StepInputs) -> torch.Tensor:
-        cache = KVCache(self.config, blocks_for(x.shape[0], BLOCK_SIZE), BLOCK_SIZE)
-        return block.attention.mix(block.attention_norm(x), step, self._rotation, cache)
+        return block.attention.mix(block.attention_norm(x), step, self._rotation)
 
     @classmethod
     def scratch_bytes(cls, config: ModelConfig, tokens: int) -> int:
@@ -293,7 +289,7 @@ def block_stages(block: Block, mix: Callable[[Block, torch.Tensor, StepInputs], 
         Stage((q, k, v), lambda x, step: block.attention_norm(x), None),
         Stage((o,), lambda x, step: mix(block, x, step), o),
         Stage((gate, up), lambda x, step: block.mlp_norm(x), None),
-        Stage((down,), lambda x, step: mlp.inner(block.mlp_norm(x), step.rows), down),
+        Stage((down,), lambda x, step: mlp.inner(block.mlp_norm(x)), down),
     )
 
 

@@ -54,6 +54,10 @@ class RopeTable:
         self._cos = torch.cat((self._cos, *(a.cos() for a in angles)))
         self._sin = torch.cat((self._sin, *(a.sin() for a in angles)))
 
+    def tables(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin of all reserved positions, f32 [length, head_dim / 2]."""
+        return self._cos, self._sin
+
     def at(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """positions: i64 [tokens] → cos, sin: f32 [tokens, 1, head_dim / 2], ready to broadcast over heads."""
         return self._cos[positions].unsqueeze(1), self._sin[positions].unsqueeze(1)
