@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from arctool.api import bake_model, evaluate
     from arctool.artifacts import diff, inspect, inspect_tensor, verify
     from arctool.run.llm import LLM
-    from arctool.run.sampling_params import SamplingParams
+    from arctool.run.sampling.params import SamplingParams
 
 # Before torch is loaded: its OpenMP threads spin for work by default, and on shared cores a token then takes forty times as long.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -28,7 +28,7 @@ __all__ = ["LLM", "SamplingParams", "__version__", "bake_model", "diff", "evalua
 
 _PUBLIC = {
     "LLM": "arctool.run.llm",
-    "SamplingParams": "arctool.run.sampling_params",
+    "SamplingParams": "arctool.run.sampling.params",
     "bake_model": "arctool.api",
     "evaluate": "arctool.api",
     "diff": "arctool.artifacts",

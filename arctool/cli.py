@@ -265,7 +265,7 @@ def run(
     Example: arctool run SmolLM2-135M-Instruct-qtip4 --prompt "What is the capital of France?"
     """
     from arctool.run.llm import EngineOptions
-    from arctool.run.sampling_params import SamplingParams
+    from arctool.run.sampling.params import SamplingParams
     from arctool.terminal import chat, sources
 
     params = SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed, max_tokens=max_tokens)

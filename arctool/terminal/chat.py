@@ -13,7 +13,7 @@ from rich.markup import escape
 from arctool.errors import RequestError
 from arctool.run.engine import Completion, Update
 from arctool.run.llm import LLM
-from arctool.run.sampling_params import SamplingParams
+from arctool.run.sampling.params import SamplingParams
 
 HELP = "/help this text · /clear forget the conversation · /system TEXT set the system prompt · /exit leave (or Ctrl-D)"
 

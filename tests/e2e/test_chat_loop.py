@@ -17,7 +17,7 @@ from commands import MODULE, ok
 from zygote import Zygote
 
 from arctool.run.llm import LLM
-from arctool.run.sampling_params import SamplingParams
+from arctool.run.sampling.params import SamplingParams
 
 PROMPT = "> "
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
@@ -193,7 +193,7 @@ def test_lines_from_a_pipe_are_a_conversation_too(zygote: Zygote, tiny_artifact:
 
 def test_control_c_during_a_single_answer_ends_with_130(zygote: Zygote, tiny_artifact: Path) -> None:
     hook = (
-        "import os, signal\nfrom arctool.run.sampler import sample\nimport arctool.run.engine as engine\nsteps = 0\n"
+        "import os, signal\nfrom arctool.run.sampling.sampler import sample\nimport arctool.run.engine as engine\nsteps = 0\n"
         "def third(*arguments):\n    global steps\n    steps += 1\n    if steps == 3:\n        os.kill(os.getpid(), signal.SIGINT)\n"
         "    return sample(*arguments)\nengine.sample = third"
     )

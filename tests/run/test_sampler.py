@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from arctool.errors import RequestError
-from arctool.run.sampler import SampleRow, candidates, draw, sample, uniform
-from arctool.run.sampling_params import SamplingParams
+from arctool.run.sampling.noise import uniform
+from arctool.run.sampling.oracle import candidates, draw
+from arctool.run.sampling.params import SamplingParams
+from arctool.run.sampling.sampler import SampleRow, sample
 
 logit_lists = st.lists(st.integers(-40, 40).map(lambda i: i / 4), min_size=1, max_size=30)
 
