@@ -208,7 +208,7 @@ def _choose(adjusted: Any, s: Any, seed: Any, position: Any) -> int:
     for i in range(width):
         if adjusted[i] > -np.inf:
             ids[count] = i
-            costs[count] = (high - adjusted[i]) / s[TEMPERATURE]
+            costs[count] = abs(high - adjusted[i]) / s[TEMPERATURE]  # −0 − 0 is −0, whose bits come last
             count += 1
     ids, costs = ids[:count], costs[:count]
     top_k = 0.0 < s[TOP_K] < width

@@ -85,8 +85,8 @@ def _sorted(ids: Tokens, costs: Reals) -> Tokens:
 def _reaching(ids: Tokens, costs: Reals, scaled: Reals, mass: float) -> Tokens:
     """The first of `ids` by `costs` (one each, [ids]) that together reach `mass`: all before which less than that was collected."""
     ids = ids[np.argsort(costs, kind="stable")]
-    cumulative = np.cumsum(_normalised(scaled[ids]))
-    return ids[: int(np.searchsorted(cumulative, mass, side="left")) + 1]
+    cumulative = np.cumsum(np.exp(scaled[ids]))
+    return ids[: int(np.searchsorted(cumulative, mass * cumulative[-1], side="left")) + 1]
 
 
 def _normalised(scaled: Reals) -> Reals:
