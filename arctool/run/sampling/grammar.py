@@ -51,7 +51,7 @@ thread = threading.Thread(target=work)
 thread.start()
 thread.join()
 """
-"""Compiles in a process of its own: the library has sources that take it hours, gigabytes or the whole stack (tests/run has some)."""
+"""Compiles in a process of its own: some short sources take the library seconds, gigabytes or the whole stack (tests/run has some)."""
 
 
 class GrammarState:
