@@ -95,6 +95,8 @@ def test_min_tokens_holds_back_end_tokens_and_stop_strings(engine: Engine) -> No
     longer = one(engine, ignore_eos=True, stop_token_ids=(token,), min_tokens=10)
     assert len(longer.token_ids) > 10
     assert token not in longer.token_ids[:10]
+    eager = one(engine, ignore_eos=True, stop_token_ids=(token,), min_tokens=10, logit_bias={token: 100.0})
+    assert (len(eager.token_ids), eager.token_ids[-1]) == (11, token), "once there are enough it may come"
     stop = plain.text[2:4]
     early = one(engine, ignore_eos=True, stop=(stop,))
     assert len(early.token_ids) < 10
