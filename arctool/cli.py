@@ -276,6 +276,12 @@ def run(
     top_p: Annotated[float, typer.Option(help="Keep the likeliest tokens up to this mass.")] = 0.95,
     top_k: Annotated[int, typer.Option(help="Keep this many of the likeliest tokens; 0 keeps all.")] = 0,
     min_p: Annotated[float, typer.Option(help="Drop tokens below this share of the likeliest one's probability.")] = 0.0,
+    typical_p: Annotated[float, typer.Option(help="Keep the tokens of the most typical surprise up to this mass.")] = 1.0,
+    repetition_penalty: Annotated[float, typer.Option(help="Above 1: what was said already, the prompt included, is less likely.")] = 1.0,
+    presence_penalty: Annotated[float, typer.Option(help="Taken from the logits of tokens that the answer has.")] = 0.0,
+    frequency_penalty: Annotated[float, typer.Option(help="The same, once for every time that it has them.")] = 0.0,
+    json_schema: Annotated[Path | None, typer.Option(help="Answer with JSON of the schema in this file.")] = None,
+    regex: Annotated[str | None, typer.Option(help="Answer with text that this expression matches in full.")] = None,
     seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
     max_model_len: Annotated[int | None, typer.Option(help="Context in tokens [default: the model's, as memory allows].")] = None,
     as_json: AsJson = False,
@@ -285,10 +291,22 @@ def run(
     Example: arctool run SmolLM2-135M-Instruct-qtip4 --prompt "What is the capital of France?"
     """
     from arctool.run.llm import EngineOptions
-    from arctool.run.sampling_params import SamplingParams
+    from arctool.run.sampling.params import SamplingParams
     from arctool.terminal import chat, sources
 
-    params = SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed, max_tokens=max_tokens)
+    params = SamplingParams(
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        typical_p=typical_p,
+        repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        seed=seed,
+        max_tokens=max_tokens,
+        constraint=chat.constraint(json_schema, regex),
+    )
     if prompt is None and (as_json or raw):
         raise UsageError("--json and --raw need a --prompt")
     llm = sources.open_model(path, EngineOptions(max_model_len=max_model_len))

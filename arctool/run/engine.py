@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from collections.abc import Sequence as Ordered
 from dataclasses import dataclass, field
 
@@ -13,8 +13,11 @@ from arctool.errors import RequestError
 from arctool.run.detokenizer import StopStrings, StreamDecoder
 from arctool.run.kv.blocks import BlockTable
 from arctool.run.runner import ModelRunner
-from arctool.run.sampler import Sampled, SampleRow, TokenLogprobs, sample
-from arctool.run.sampling_params import SamplingParams, as_token_id
+from arctool.run.sampling.checks import as_token_id
+from arctool.run.sampling.grammar import Grammars
+from arctool.run.sampling.params import SamplingParams
+from arctool.run.sampling.sampler import Sampled, SampleRow, TokenLogprobs, sample
+from arctool.run.sampling.state import check_for_model, open_state
 from arctool.run.scheduler import Limits, Scheduler, Work
 from arctool.run.sequence import FinishReason, Sequence, Status
 from arctool.run.tokenizer import Tokenizer
@@ -100,6 +103,7 @@ class Engine:
         self._vocab_size = runner.model.config.vocab_size
         # A model may have more rows than its tokenizer has tokens; those mean nothing and are never chosen.
         self._choices = self._vocab_size if tokenizer is None else tokenizer.size
+        self._grammars = Grammars(tokenizer, eos_token_ids)
         self._clock = clock
         self._requests: dict[int, _Request] = {}
         self._inboxes: dict[int, deque[Update]] = {}
@@ -109,8 +113,9 @@ class Engine:
         """Queue a request; returns its id. Raises RequestError, by field, for one that cannot be served."""
         prompt = self._checked_prompt(prompt_ids)
         room = self.max_model_len - len(prompt)
-        if params.stop and self.tokenizer is None:
-            raise RequestError("stop: strings need a tokenizer, and this model came without one; use stop_token_ids")
+        if params.n != 1:
+            raise RequestError(f"n: this engine gives one sample for each request, found {params.n}")
+        check_for_model(params, choices=self._choices, room=room, has_text=self.tokenizer is not None)
         sequence = Sequence(
             id=self._next_id,
             prompt_ids=prompt,
@@ -118,10 +123,12 @@ class Engine:
             max_tokens=room if params.max_tokens is None else params.max_tokens,
             seed=secrets.randbits(64) if params.seed is None else params.seed,
             table=BlockTable(self.scheduler.limits.block_size),
+            state=open_state(params, prompt, self._grammars),
         )
         self.scheduler.add(sequence)
         decoder = None if self.tokenizer is None else StreamDecoder(self.tokenizer)
-        self._requests[sequence.id] = _Request(sequence, decoder, StopStrings(params.stop), self._clock())
+        stops = StopStrings(params.stop, include=params.include_stop_str_in_output)
+        self._requests[sequence.id] = _Request(sequence, decoder, stops, self._clock())
         self._next_id += 1
         return sequence.id
 
@@ -138,7 +145,7 @@ class Engine:
         if not work:
             return []
         logits = self.runner.run(work)
-        updates = self._postprocess(work, sample(logits[:, : self._choices], _rows(work)))
+        updates = self._postprocess(work, sample(logits, _rows(work, self._eos), self._choices))
         for update in updates:
             if update.request_id in self._inboxes:
                 self._inboxes[update.request_id].append(update)
@@ -201,6 +208,7 @@ class Engine:
         if result.token is None:
             return Update(sequence.id, (), "", self._finish(request, FinishReason.ERROR, result.error))
         sequence.output_ids.append(result.token)
+        sequence.state.push(result.token)
         if result.logprobs is not None:
             sequence.logprobs.append(result.logprobs)
         if request.first_token is None:
@@ -216,24 +224,26 @@ class Engine:
     def _text_and_reason(self, request: _Request, token: int) -> tuple[str, FinishReason | None]:
         """The text that `token` makes certain, and why the request ends with it, if it does."""
         sequence, params = request.sequence, request.sequence.params
+        too_short = len(sequence.output_ids) < params.min_tokens
         is_eos = token in self._eos and not params.ignore_eos
         ends = is_eos or token in params.stop_token_ids
         text = ""
         if request.decoder is not None:
             # A token that ends the text is not part of it, even where it would decode to something.
-            piece = request.stops.push("" if ends else request.decoder.push(token))
+            piece = request.stops.push("" if ends else request.decoder.push(token), too_short=too_short)
             if piece.stopped:
                 return piece.text, FinishReason.STOP
             text = piece.text
-        if not ends and len(sequence.output_ids) < sequence.max_tokens:
+        complete = ends or sequence.state.finished
+        if not complete and len(sequence.output_ids) < sequence.max_tokens:
             return text, None
         if request.decoder is not None:
-            last = request.stops.push(request.decoder.flush())
+            last = request.stops.push(request.decoder.flush(), too_short=too_short)
             text += last.text
             if last.stopped:
                 return text, FinishReason.STOP
             text += request.stops.flush()
-        return text, FinishReason.STOP if ends else FinishReason.LENGTH
+        return text, FinishReason.STOP if complete else FinishReason.LENGTH
 
     def _finish(self, request: _Request, reason: FinishReason, error: str | None = None) -> Completion:
         sequence = request.sequence
@@ -252,9 +262,10 @@ class Engine:
         )
 
 
-def _rows(work: list[tuple[Sequence, Work]]) -> list[SampleRow]:
+def _rows(work: list[tuple[Sequence, Work]], ends: Collection[int]) -> list[SampleRow]:
     """What the sampler needs for every row of logits."""
-    return [SampleRow(s.params, s.seed, s.length) for s, item in work if item.emits]
+    emitting = [s for s, item in work if item.emits]
+    return [SampleRow(s.params, s.seed, s.length, len(s.output_ids), ends, s.state.history, s.state.grammar) for s in emitting]
 
 
 __all__ = ["Completion", "Engine", "FinishReason", "SamplingParams", "Status", "Timing", "Update"]

@@ -20,7 +20,7 @@ from arctool.run.engine import Completion, Engine, Update
 from arctool.run.kv.cache import plan_cache
 from arctool.run.models import architecture
 from arctool.run.runner import ModelRunner
-from arctool.run.sampling_params import SamplingParams
+from arctool.run.sampling.params import SamplingParams
 from arctool.run.tokenizer import TOKENIZER_FILE, Tokenizer, json_asset
 from arctool.run.weights import WeightSource, load_model
 from arctool.uqff.container import Artifact, open_artifact

@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from arctool.run.kv.blocks import BlockTable
-from arctool.run.sampler import TokenLogprobs
-from arctool.run.sampling_params import SamplingParams
+from arctool.run.sampling.params import SamplingParams
+from arctool.run.sampling.sampler import TokenLogprobs
+from arctool.run.sampling.state import RowState
 
 
 class Status(Enum):
@@ -29,7 +30,8 @@ class FinishReason(Enum):
 class Sequence:
     """The state of one request. Everything that belongs to a row lives here, so that it moves with the row.
 
-    `max_tokens` and `seed` are resolved (params may leave them open). `computed`: how many of its tokens are in the cache.
+    `max_tokens` and `seed` are resolved (params may leave them open). `state`: what the sampler remembers of it.
+    `computed`: how many of its tokens are in the cache.
     """
 
     id: int
@@ -40,6 +42,7 @@ class Sequence:
     table: BlockTable
     output_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    state: RowState = field(default_factory=RowState)
     computed: int = 0
     status: Status = Status.WAITING
     finish_reason: FinishReason | None = None

@@ -19,7 +19,7 @@ from arctool.kernels.registry import default_registry
 from arctool.quant.bf16 import from_bf16
 from arctool.quant.tensor import DenseTensor, GgmlTensor, TrellisTensor
 from arctool.run.llm import LLM
-from arctool.run.sampling_params import SamplingParams
+from arctool.run.sampling.params import SamplingParams
 from arctool.uqff.container import open_artifact
 
 QTIP4 = Recipe.uniform("qtip4")

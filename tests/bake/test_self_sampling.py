@@ -22,7 +22,7 @@ from arctool.errors import SourceError, UsageError
 from arctool.quant.tensor import Weight
 from arctool.run.config import ModelConfig
 from arctool.run.llm import LLM, EngineOptions
-from arctool.run.sampling_params import SamplingParams
+from arctool.run.sampling.params import SamplingParams
 
 
 @dataclass

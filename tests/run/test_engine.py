@@ -16,7 +16,7 @@ from arctool.kernels.registry import Registry
 from arctool.run.engine import Completion, Engine, FinishReason, Update
 from arctool.run.kv.cache import plan_cache
 from arctool.run.runner import ModelRunner
-from arctool.run.sampling_params import SamplingParams
+from arctool.run.sampling.params import SamplingParams
 from arctool.run.tokenizer import Tokenizer
 from arctool.run.weights import load_model
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from arctool.errors import RequestError, UsageError
 from arctool.run.kv.blocks import BlockTable
-from arctool.run.sampling_params import SamplingParams
+from arctool.run.sampling.params import SamplingParams
 from arctool.run.scheduler import Limits, Scheduler, StepPlan, View, Work, plan
 from arctool.run.sequence import FinishReason, Sequence, Status
 
