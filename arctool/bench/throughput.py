@@ -22,7 +22,7 @@ import numpy as np
 from arctool.errors import ArctoolError, UsageError
 from arctool.kernels.registry import ATTENTION
 from arctool.run.llm import LLM
-from arctool.run.sampling_params import SamplingParams
+from arctool.run.sampling.params import SamplingParams
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 PROMPT_TOKENS = 128
