@@ -21,11 +21,15 @@ HEAD_KEY = "lm_head"
 
 
 class Role(Enum):
-    """What a tensor is for; only LINEAR is a bake's to quantise without being asked by name."""
+    """What a tensor is for; only LINEAR is a bake's to quantise without being asked by name.
+
+    ROUTER: the matrix [experts, hidden] that picks a token's experts: small, and an error in it sends a token elsewhere.
+    """
 
     LINEAR = "linear"
     EMBEDDING = "embedding"
     HEAD = "head"
+    ROUTER = "router"
     NORM = "norm"
     BIAS = "bias"
 
@@ -62,6 +66,11 @@ def linear(key: str, out_features: int, in_features: int, layer: int, bias: bool
     """A linear layer: weight [out, in] and, if `bias`, bias [out]."""
     weight = TensorSpec(f"{key}.weight", (out_features, in_features), Role.LINEAR, layer, bias)
     return (weight, TensorSpec(f"{key}.bias", (out_features,), Role.BIAS, layer)) if bias else (weight,)
+
+
+def router(key: str, experts: int, hidden: int, layer: int) -> TensorSpec:
+    """The weight [experts, hidden] whose products say which experts a token goes to."""
+    return TensorSpec(f"{key}.weight", (experts, hidden), Role.ROUTER, layer)
 
 
 def norm(key: str, width: int, layer: int | None = None) -> TensorSpec:
