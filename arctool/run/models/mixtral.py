@@ -32,4 +32,4 @@ def build(c: ModelConfig, parts: Parts) -> CausalLM:
     return assemble(c, parts, tuple(llama.block(c, parts, i, mixture(c, parts, MIXTRAL_NAMES, i)) for i in range(c.num_layers)))
 
 
-MIXTRAL = Architecture("MixtralForCausalLM", tensors, build)
+MIXTRAL = Architecture("MixtralForCausalLM", tensors, build, MIXTRAL_NAMES)

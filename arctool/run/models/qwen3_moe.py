@@ -36,4 +36,4 @@ def build(c: ModelConfig, parts: Parts) -> CausalLM:
     return assemble(c, parts, tuple(qwen3.block(c, parts, i, mixture(c, parts, QWEN3_NAMES, i)) for i in range(c.num_layers)))
 
 
-QWEN3_MOE = Architecture("Qwen3MoeForCausalLM", tensors, build)
+QWEN3_MOE = Architecture("Qwen3MoeForCausalLM", tensors, build, QWEN3_NAMES)

@@ -54,12 +54,35 @@ class TensorSpec:
 
 
 @dataclass(frozen=True)
+class ExpertNames:
+    """What an architecture calls its mixture: the block in a decoder layer, and an expert's gate, up and down in it."""
+
+    block: str
+    gate: str
+    up: str
+    down: str
+
+    def router(self, at: str) -> str:
+        """Key of the router of the decoder layer at `at`."""
+        return f"{at}.{self.block}.gate"
+
+    def expert(self, at: str, expert: int) -> tuple[str, str, str]:
+        """Keys of gate, up and down of one expert."""
+        gate, up, down = (f"{at}.{self.block}.experts.{expert}.{part}" for part in (self.gate, self.up, self.down))
+        return gate, up, down
+
+
+@dataclass(frozen=True)
 class Architecture:
-    """One model family: the Hugging Face class name, its tensors in file order, and its assembly from `run.layers`."""
+    """One model family: the Hugging Face class name, its tensors in file order, and its assembly from `run.layers`.
+
+    `experts`: what its mixtures of experts are called, None for a dense one.
+    """
 
     name: str
     tensors: Callable[[ModelConfig], tuple[TensorSpec, ...]]
     build: Callable[[ModelConfig, Parts], CausalLM]
+    experts: ExpertNames | None = None
 
 
 def linear(key: str, out_features: int, in_features: int, layer: int, bias: bool = False) -> tuple[TensorSpec, ...]:
