@@ -22,15 +22,15 @@ from arctool.bake.calibration.token_set import CalibrationSet
 from arctool.bake.pipeline import LayerDone, bake, bake_in_memory
 from arctool.bake.recipe import Recipe, RecipeFile, Rule
 from arctool.bake.source.checkpoint import Checkpoint, open_checkpoint
-from arctool.errors import InterruptedByUser, SourceError
+from arctool.errors import FormatError, InterruptedByUser, SourceError
 from arctool.kernels.registry import default_registry
 from arctool.quant.tensor import DenseTensor
 from arctool.run.evaluate import logits
-from arctool.run.llm import LLM
+from arctool.run.llm import LLM, ArtifactSource
 from arctool.run.models.spec import EMBEDDING_KEY, Role
 from arctool.run.sampling_params import SamplingParams
 from arctool.run.weights import WeightSource, load_model
-from arctool.uqff.container import open_artifact
+from arctool.uqff.container import ArtifactWriter, BakeInfo, open_artifact
 
 NAMES = ("mixtral", "qwen3_moe")
 IDS = np.random.default_rng(3).integers(3, 512, (5, 32)).astype(np.int32)
@@ -117,8 +117,8 @@ def test_a_baked_mixture_verifies_and_runs(name: str, rung: str, tiny_checkpoint
     assert stored == LLM(memory).generate([TEXT], PARAMS)[0].token_ids
     assert len(set(stored)) >= 4
     if rung == "q8_0":
-        # The median: where two experts are all but equally probable, eight bits can send a token elsewhere.
-        assert 0 < np.median(np.abs(own - truth)) < 0.05 * np.abs(truth).mean()
+        # Where two experts are all but equally probable, eight bits send a token elsewhere; unrelated logits would be at 1.4.
+        assert 0 < np.abs(own - truth).mean() < 0.25 * np.abs(truth).mean()
 
 
 def test_a_calibrated_mixture_is_the_same_bytes_however_it_is_run(tiny_checkpoints: dict[str, Path], tmp_path: Path) -> None:
@@ -303,3 +303,28 @@ def test_a_budget_leaves_alone_what_the_recipe_says_of_single_experts(tiny_check
     assert given.pop("model.layers.1.block_sparse_moe.experts.2.w1") == "q8_0"
     assert {key: name for key, name in given.items() if name != "q8_0"} == given
     assert all(name == ("qtip4" if fnmatchcase(key, "model.layers.1.*") else "qtip2-v4") for key, name in given.items())
+
+
+@pytest.mark.parametrize(
+    ("experts", "beside", "words"), [(3, False, r"shape \[4, 64, 96\], found \[3, 64, 96\]"), (4, True, "no part of the model")]
+)
+def test_stacks_in_an_artifact_that_do_not_fit_are_refused(
+    experts: int, beside: bool, words: str, tiny_checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    """One expert too few, and a stack beside the experts that it holds."""
+    at = "model.layers.0.block_sparse_moe.experts"
+    with open_checkpoint(str(tiny_checkpoints["mixtral"])) as checkpoint:
+        writer = ArtifactWriter(tmp_path / "a", "f32", config=checkpoint.config_json, assets=checkpoint.assets)
+        with writer as out:
+            out.add_layer(f"{at}.down_proj", DenseTensor(np.stack([checkpoint.tensor(f"{at}.{e}.w2.weight") for e in range(experts)])))
+            for spec in checkpoint.specs:
+                stacked = spec.key.startswith(f"{at}.") and spec.key.endswith(".w2") and not beside
+                if spec.role is Role.NORM:
+                    out.add_residual(spec.name, DenseTensor(checkpoint.tensor(spec.name)))
+                elif not stacked:
+                    out.add_layer(spec.key, checkpoint.weight(spec.key))
+            out.finish(BakeInfo("f32", 0))
+    report = verify(tmp_path / "a")
+    assert not report.passed
+    with open_artifact(tmp_path / "a") as artifact, pytest.raises(FormatError, match=words):
+        load_model(ArtifactSource(artifact), default_registry())
