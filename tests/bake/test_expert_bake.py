@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatchcase
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +18,7 @@ from safetensors.numpy import load_file, save_file
 
 from arctool.artifacts import verify
 from arctool.bake.budget.need import Need
+from arctool.bake.calibration.hessian import damping
 from arctool.bake.calibration.stream import Calibration, guests_of, one_thread_per_call
 from arctool.bake.calibration.text import Windows
 from arctool.bake.calibration.token_set import CalibrationSet
@@ -36,6 +39,8 @@ NAMES = ("mixtral", "qwen3_moe")
 IDS = np.random.default_rng(3).integers(3, 512, (5, 32)).astype(np.int32)
 CHOSEN = CalibrationSet("a text", Windows(IDS, ()), 0)
 TEXT = [int(i) for i in np.random.default_rng(4).integers(3, 512, 60)]
+NO_STEP: Any = SimpleNamespace(rows=None)
+"""For what reads hidden states row by row."""
 PARAMS = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 
 
@@ -195,7 +200,7 @@ def test_an_expert_that_no_token_reaches_has_the_moments_of_the_guests(lonely: P
             assert seen.doubt is None
             key = stage.linears[-1].key
             if stage.routes is not None:
-                entered = np.concatenate([stage.read(torch.from_numpy(states), None).numpy() for states in calibration.states])  # type: ignore[arg-type]
+                entered = np.concatenate([stage.read(torch.from_numpy(states), NO_STEP).numpy() for states in calibration.states])
                 np.testing.assert_allclose(seen.hessian, entered.T @ entered / len(entered), rtol=1e-3, atol=1e-3)
             if stage.expert is not None:
                 rows[key.rpartition(".")[2]].append(seen.rows)
@@ -276,6 +281,40 @@ def test_routing_while_calibrating_is_that_of_the_router_as_it_will_be_stored(
     assert [sum(rows) for rows in found] == [2 * IDS.size] * 2
     # Of four experts the two least probable ones are those that the two most probable ones are not.
     assert [a + b for a, b in zip(*found, strict=True)] == [IDS.size] * 4
+
+
+def test_beside_the_unquantised_stream_an_expert_knows_how_far_its_own_tokens_have_drifted(
+    tiny_checkpoints: dict[str, Path], pool: ThreadPoolExecutor
+) -> None:
+    """Against least squares in f64 over the rows of the tokens that the stored router sends to it, and the guests."""
+    with open_checkpoint(str(tiny_checkpoints["mixtral"])) as checkpoint:
+        stored, truth = at_last_layer(checkpoint, pool), at_last_layer(checkpoint, pool)
+        stored.states += 0.1 * np.random.default_rng(1).standard_normal(stored.states.shape).astype(np.float32)
+        flat = [stream.states.reshape(IDS.size, -1).copy() for stream in (stored, truth)]
+        chosen, moved = np.empty(0), 0
+        for stage, beside in zip(stored.stages(1), truth.stages(1), strict=True):
+            measured, inputs, others = stored.measure(stage, True, (truth, beside))
+            assert measured is not None
+            assert measured.change is not None
+            for calibration, part, rows in ((stored, stage, inputs), (truth, beside, others)):
+                for linear in part.linears:
+                    calibration.install(linear.key, checkpoint.weight(linear.key), None)
+                calibration.advance(part, rows)
+            if stage.adds is not None and stage.expert is None:
+                flat = [stream.states.reshape(IDS.size, -1).copy() for stream in (stored, truth)]
+            if stage.routes is not None:
+                chosen, true = (stage.routes(torch.from_numpy(states), NO_STEP).experts.numpy() for states in flat)
+                moved = int((chosen != true).any(-1).sum())
+            if stage.expert is None or stage.adds is not None:
+                continue
+            tokens = np.concatenate([np.flatnonzero((chosen == stage.expert).any(-1)), np.arange(32) * IDS.size // 32])
+            x, z = (stage.read(torch.from_numpy(states[tokens]), NO_STEP).double().numpy() for states in flat)
+            damped = x.T @ x / len(x)
+            damped += damping(64, len(x), 6.0) * np.eye(64) * np.diag(damped).mean()
+            wanted = np.linalg.solve(damped, x.T @ (z - x) / len(x)).T
+            np.testing.assert_allclose(measured.change.inputs, wanted, rtol=0, atol=1e-3 * np.abs(wanted).max())
+            assert measured.rows == len(tokens)
+    assert moved > 0, "some tokens must go elsewhere in the unquantised model"
 
 
 def test_a_budget_counts_experts_and_gives_a_kind_of_them_one_rule(tiny_checkpoints: dict[str, Path]) -> None:
