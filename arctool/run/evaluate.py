@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from arctool.errors import RequestError, VerificationError
-from arctool.run.compiled import CompiledModel, StepLimits
+from arctool.run.compiled.model import CompiledModel, StepLimits
 from arctool.run.kv.blocks import blocks_for
 from arctool.run.kv.cache import KVCache
 from arctool.run.layers.linear import Projection

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from arctool.kernels.registry import Registry
-from arctool.run.compiled import CompiledModel, StepLimits
+from arctool.run.compiled.model import CompiledModel, StepLimits
 from arctool.run.kv.cache import CachePlan, KVCache
 from arctool.run.models.decoder import CausalLM
 from arctool.run.scheduler import Work

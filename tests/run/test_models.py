@@ -15,7 +15,7 @@ from arctool.quant.codebooks import RUNGS, Codebook
 from arctool.quant.hadamard import Rotation
 from arctool.quant.tensor import TrellisTensor
 from arctool.run import evaluate
-from arctool.run.compiled import CompiledModel, StepLimits
+from arctool.run.compiled.model import CompiledModel, StepLimits
 from arctool.run.config import ModelConfig
 from arctool.run.dialects import DIALECTS
 from arctool.run.kv.cache import CachePlan, KVCache, plan_cache
@@ -117,7 +117,7 @@ def test_the_registry_of_configs_and_of_models_know_the_same_architectures() -> 
 
 
 def test_an_unknown_architecture_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(SourceError, match=r"config\.json.*GPT2LMHeadModel.*LlamaForCausalLM, MistralForCausalLM, Qwen2"):
+    with pytest.raises(SourceError, match=r"config\.json.*GPT2LMHeadModel.*LlamaForCausalLM, MistralForCausalLM, Mixtral.*Qwen3Moe"):
         architecture("GPT2LMHeadModel", "config.json")
 
 

@@ -103,9 +103,9 @@ def f32_row(o, row, out):  # type: ignore[no-untyped-def]  # numba infers the ty
 
 
 @jit()
-def finish(o, token, first, last):  # type: ignore[no-untyped-def]  # numba infers the types
-    """Restore one token's outputs [first, last), whole blocks, and add the bias."""
-    place = o[Y] + 4 * (token * o[Y_PITCH] + first)
+def finish(o, y, first, last):  # type: ignore[no-untyped-def]  # numba infers the types
+    """Restore the outputs [first, last), whole blocks, of a token whose result begins at address `y`, and add the bias."""
+    place = y + 4 * first
     if o[BLOCK]:
         restore(place, o[SIGNS] + 4 * first, o[BLOCK], last - first)
     if o[BIAS]:
@@ -115,18 +115,18 @@ def finish(o, token, first, last):  # type: ignore[no-untyped-def]  # numba infe
 
 
 @cache
-def product(expand_row: Any) -> Callable[[], int]:
-    """The kernel of y = x Wᵀ + b over a weight whose rows `expand_row` expands; a task is `TASK` rows of W."""
+def row_task(expand_row: Any) -> Any:
+    """multiply_task(o, x, y, first, last, count, scratch): rows [first, last) of a weight with `count` tokens from address x, to y."""
     tile_rows, tile_tokens = host_tile()
     whole, few_tokens, few_rows, single = (tile(r, t) for r in (tile_rows, 1) for t in (tile_tokens, 1))
 
     @jit()
-    def multiply(o, start, size, count, scratch):  # type: ignore[no-untyped-def]  # numba infers the types
+    def multiply(o, from_x, to_y, start, size, count, scratch):  # type: ignore[no-untyped-def]  # numba infers the types
         """`size` expanded rows from `start` on, with every token; tiles of tokens outside, so that one stays in the first-level cache."""
         pitch, width, x_pitch, y_pitch = o[PITCH], o[WIDTH], o[X_PITCH], o[Y_PITCH]
         token = 0
         while token < count:
-            x, y = o[X] + 4 * token * x_pitch, o[Y] + 4 * (token * y_pitch + start)
+            x, y = from_x + 4 * token * x_pitch, to_y + 4 * (token * y_pitch + start)
             many = count - token >= tile_tokens
             row = 0
             while row < size:
@@ -145,26 +145,37 @@ def product(expand_row: Any) -> Callable[[], int]:
                     row += 1
             token += tile_tokens if many else 1
 
+    @jit()
+    def multiply_task(o, x, y, first, last, count, scratch):  # type: ignore[no-untyped-def]  # numba infers the types
+        panel = o[PANEL] if count > 1 else tile_rows
+        for start in range(first, last, panel):
+            size = min(panel, last - start)
+            for row in range(size):
+                expand_row(o, start + row, scratch + 4 * row * o[PITCH])
+            multiply(o, x, y, start, size, count, scratch)
+        if o[BLOCK] or o[BIAS]:
+            for token in range(count):
+                finish(o, y + 4 * token * o[Y_PITCH], first, last)
+
+    return multiply_task
+
+
+@cache
+def product(expand_row: Any) -> Callable[[], int]:
+    """The kernel of y = x Wᵀ + b over a weight whose rows `expand_row` expands; a task is `TASK` rows of W."""
+    multiply_task = row_task(expand_row)
+
     @entry
     def multiply_rows(operands, step, counter, scratch):  # type: ignore[no-untyped-def]  # numba infers the types
         o = i64_at(operands, OPERANDS)
         count = i64_at(step, o[COUNT] + 1)[o[COUNT]]
         if count == 0:
             return
-        panel = o[PANEL] if count > 1 else tile_rows
         while True:
             first = take(counter) * o[TASK]
             if first >= o[ROWS]:
                 break
-            last = min(first + o[TASK], o[ROWS])
-            for start in range(first, last, panel):
-                size = min(panel, last - start)
-                for row in range(size):
-                    expand_row(o, start + row, scratch + 4 * row * o[PITCH])
-                multiply(o, start, size, count, scratch)
-            if o[BLOCK] or o[BIAS]:
-                for token in range(count):
-                    finish(o, token, first, last)
+            multiply_task(o, o[X], o[Y], first, min(first + o[TASK], o[ROWS]), count, scratch)
 
     return multiply_rows
 

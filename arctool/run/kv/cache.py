@@ -49,7 +49,8 @@ def plan_cache(
         raise UsageError(f"block_size: expected a multiple of {LANES}, found {block_size}")
     model_limit = config.max_position_embeddings
     if max_model_len is not None and not 2 <= max_model_len <= model_limit:
-        raise UsageError(f"max_model_len: expected 2 to the model's max_position_embeddings = {model_limit}, found {max_model_len}")
+        why = f": {config.rope.no_further}" if config.rope.no_further else ""
+        raise UsageError(f"max_model_len: expected 2 to the model's max_position_embeddings = {model_limit}, found {max_model_len}{why}")
     token_bytes = config.num_layers * config.num_kv_heads * (config.head_dim + value_pitch(config.head_dim)) * DTYPES[kv_dtype].itemsize
     memory = DEFAULT_KV_MEMORY if kv_memory is None else kv_memory
     affordable = memory // (token_bytes * block_size)

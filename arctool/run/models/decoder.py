@@ -1,4 +1,4 @@
-"""The frame that dense decoder-only models share: embedding, pre-norm blocks, final norm, head. The blocks are the models' own."""
+"""The frame that decoder-only models share: embedding, pre-norm blocks, final norm, head. The blocks are the models' own."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from arctool.run.config import ModelConfig
 from arctool.run.layers.attention import Attention
 from arctool.run.layers.linear import Embedding, Projection
 from arctool.run.layers.mlp import SwiGLU
+from arctool.run.layers.moe import SparseMoe
 from arctool.run.layers.rmsnorm import RMSNorm
 from arctool.run.layers.rope import RopeTable
 from arctool.run.models.spec import FINAL_NORM_KEY
@@ -36,7 +37,7 @@ class Block:
     attention_norm: RMSNorm
     attention: Attention
     mlp_norm: RMSNorm
-    mlp: SwiGLU
+    mlp: SwiGLU | SparseMoe
 
     def __call__(self, x: torch.Tensor, step: StepInputs, rotation: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         """x: f32 [tokens, hidden] → the same."""
