@@ -155,7 +155,7 @@ def test_every_decoder_of_this_machine_gives_the_oracles_bits(tmp_path: Path) ->
 
 def test_the_probe_of_a_product_asks_once_for_all_its_columns() -> None:
     registry = default_registry()
-    columns, _ = ProductProbe(registry).decode(blocks())
+    ProductProbe(registry).decode(blocks())
     assert registry.engagement() == {"cpu.linear.ggml-q8_0": 1}
 
 
