@@ -11,6 +11,7 @@ from arctool.errors import RequestError
 MAX_TEMPERATURE = 2.0
 MAX_STOP_STRINGS = 16
 MAX_LOGPROBS = 20
+MAX_N = 128
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,8 @@ class SamplingParams:
     `temperature` 0 is greedy; `top_k` 0 or −1, `top_p` 1 and `min_p` 0 are off; `seed` None lets the engine draw one.
     `max_tokens` None means up to the end of the context. `stop`: strings that end the text (not part of it); `stop_token_ids`:
     further tokens that end it; `ignore_eos` switches the model's own end tokens off, not these. `logprobs`: how many
-    alternatives to report besides the chosen token, None for no report.
+    alternatives to report besides the chosen token, None for no report. `n` samples are drawn. Requests with a lower `priority` are served first.
+    Only requests with the same `cache_salt` reuse what the prefix cache holds of each other.
     """
 
     temperature: float = 1.0
@@ -33,6 +35,9 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    n: int = 1
+    priority: int = 0
+    cache_salt: str = ""
 
     def __post_init__(self) -> None:
         _number("temperature", self.temperature, 0.0, MAX_TEMPERATURE)
@@ -49,6 +54,10 @@ class SamplingParams:
             _integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
         if not isinstance(self.ignore_eos, bool):
             raise RequestError(f"ignore_eos: expected true or false, found {_short(self.ignore_eos)}")
+        _integer("n", self.n, 1, MAX_N)
+        _integer("priority", self.priority, -(1 << 31), (1 << 31) - 1)
+        if not isinstance(self.cache_salt, str):
+            raise RequestError(f"cache_salt: expected a string, found {_short(self.cache_salt)}")
         _check_stops(self.stop, self.stop_token_ids)
         object.__setattr__(self, "stop", tuple(self.stop))
         object.__setattr__(self, "stop_token_ids", tuple(operator.index(token) for token in self.stop_token_ids))
