@@ -21,8 +21,8 @@ class SamplingParams:
     `temperature` 0 is greedy; `top_k` 0 or −1, `top_p` 1 and `min_p` 0 are off; `seed` None lets the engine draw one.
     `max_tokens` None means up to the end of the context. `stop`: strings that end the text (not part of it); `stop_token_ids`:
     further tokens that end it; `ignore_eos` switches the model's own end tokens off, not these. `logprobs`: how many
-    alternatives to report besides the chosen token, None for no report. `n` samples are drawn. Requests with a lower `priority` are served first.
-    Only requests with the same `cache_salt` reuse what the prefix cache holds of each other.
+    alternatives to report besides the chosen token, None for no report. `n` samples are drawn.
+    Requests with a lower `priority` are served first. Only those of one `cache_salt` reuse what the prefix cache holds of each other.
     """
 
     temperature: float = 1.0

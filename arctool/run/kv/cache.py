@@ -29,7 +29,7 @@ def plan_cache(
     config: ModelConfig,
     *,
     max_model_len: int | None = None,
-    max_seqs: int = 1,
+    max_seqs: int = 256,
     kv_memory: int | None = None,
     block_size: int = 16,
     kv_dtype: str = "f32",
@@ -74,6 +74,13 @@ class KVCache:
         """Store keys and values f32 [tokens, kv_heads, head_dim] at `slots` i64 [tokens]."""
         for store, new in ((self.keys[layer], keys), (self.values[layer], values)):
             store.flatten(0, 1).index_copy_(0, slots, new.to(store.dtype))
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy whole blocks, in all layers: (source, target) each, all sources read before any target is written."""
+        if pairs:
+            sources, targets = torch.tensor(pairs, dtype=torch.int64).unbind(1)
+            for store in (*self.keys, *self.values):
+                store[targets] = store[sources]
 
     def read(self, layer: int, blocks: Sequence[int], first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values f32 [last − first, kv_heads, head_dim] of tokens `[first, last)` of the sequence that owns `blocks`.
