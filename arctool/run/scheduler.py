@@ -227,7 +227,9 @@ class Scheduler:
         self._steps += 1
         for sequence, _ in work:
             sequence.last_step = self._steps
-        self._count(work, preempted)
+        decoded = len({view.id for view in views if view.decoding} & {item.id for item in planned.work})
+        self._last = StepStats(preempted, sum(item.tokens for item in planned.work) - decoded, decoded)
+        self._totals = self._totals.plus(self._last)
         return Step(work, tuple(copies))
 
     def commit(self, sequence: Sequence, computed: int) -> None:
@@ -308,11 +310,6 @@ class Scheduler:
         hit = self.paging.match(s.table, s.length, s.tokens)
         taken = blocks_for(s.length, self.limits.block_size) - sum(not self.paging.pool.is_idle(block) for block in hit)
         return View(s.id, s.length, len(hit) * self.limits.block_size, False, taken, s.last_step, s.overtaken)
-
-    def _count(self, work: Ordered[tuple[Sequence, Work]], preempted: int) -> None:
-        decoded = sum(bool(s.output_ids) and item.first == s.length - 1 for s, item in work)
-        self._last = StepStats(preempted, sum(item.tokens for _, item in work) - decoded, decoded)
-        self._totals = self._totals.plus(self._last)
 
 
 def _rank(sequence: Sequence) -> tuple[int, int, int]:

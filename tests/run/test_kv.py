@@ -9,71 +9,112 @@ from hypothesis import strategies as st
 from tiny_models import DirectorySource
 
 from arctool.errors import UsageError
-from arctool.run.kv.blocks import BlockAllocator, BlockTable, blocks_for
+from arctool.run.kv.blocks import BlockPool, BlockTable
 from arctool.run.kv.cache import KVCache, plan_cache
+from arctool.run.kv.paging import Paging
 
 
-@given(st.lists(st.tuples(st.sampled_from(["grow", "release", "fork"]), st.integers(0, 4), st.integers(1, 30))))
-def test_any_order_of_growing_sharing_and_releasing_keeps_the_books(actions: list[tuple[str, int, int]]) -> None:
-    allocator = BlockAllocator(20)
+@given(st.lists(st.tuples(st.sampled_from(["allocate", "release", "share", "keep"]), st.integers(0, 4), st.integers(1, 6))))
+def test_any_order_of_taking_sharing_and_releasing_keeps_the_books(actions: list[tuple[str, int, int]]) -> None:
+    forgotten: list[int] = []
+    pool = BlockPool(20, forgotten.append)
     tables = [BlockTable(4) for _ in range(5)]
-    for action, which, tokens in actions:
+    kept: set[int] = set()
+    for action, which, count in actions:
         table = tables[which]
         if action == "release":
-            table.release(allocator)
-        elif action == "fork" and not table.blocks:
+            pool.release(reversed(table.blocks))
+            table.blocks = []
+        elif action == "share" and not table.blocks:
             source = tables[(which + 1) % 5].blocks
-            allocator.fork(source)
+            pool.share(source)
             table.blocks = list(source)
-        elif action == "grow" and blocks_for(tokens, 4) - len(table.blocks) <= allocator.free_blocks:
-            table.grow(tokens, allocator)
-            assert len(table.blocks) >= blocks_for(tokens, 4)
-        allocator.check(tables)
+        elif action == "keep":
+            for block in table.blocks[:count]:
+                pool.keep(block)
+                kept.add(block)
+        elif action == "allocate" and count <= pool.available:
+            taken = pool.allocate(count)
+            assert len(set(taken)) == count
+            table.blocks += taken
+        kept -= set(forgotten)
+        forgotten.clear()
+        pool.check(tables)
+        assert pool.kept() == kept
     for table in tables:
-        table.release(allocator)
-    allocator.check([])
-    assert allocator.free_blocks == 20
+        pool.release(table.blocks)
+    pool.check([])
+    assert pool.available == 20
+    assert pool.idle == len(kept)
 
 
 def test_a_shared_block_is_free_only_when_its_last_owner_lets_go() -> None:
-    allocator = BlockAllocator(3)
-    blocks = allocator.allocate(2)
-    allocator.fork(blocks)
-    allocator.release(blocks)
-    assert allocator.free_blocks == 1
-    allocator.release(blocks)
-    assert allocator.free_blocks == 3
+    pool = BlockPool(3)
+    blocks = pool.allocate(2)
+    pool.share(blocks)
+    pool.release(blocks)
+    assert pool.free == 1
+    pool.release(blocks)
+    assert pool.free == 3
 
 
-def test_misuse_of_the_allocator_is_an_error_not_a_corruption() -> None:
-    allocator = BlockAllocator(2)
-    [block] = allocator.allocate(1)
+def test_free_blocks_go_first_then_the_longest_idle() -> None:
+    forgotten: list[int] = []
+    pool = BlockPool(4, forgotten.append)
+    first, second, third, last = pool.allocate(4)
+    for block in (first, second, third):
+        pool.keep(block)
+    pool.release([second])
+    pool.release([third, first])
+    pool.release([last])
+    assert (pool.free, pool.idle, pool.available) == (1, 3, 4)
+    assert pool.allocate(3) == [last, second, third]
+    assert forgotten == [second, third]
+    assert pool.is_idle(first)
+
+
+def test_an_idle_block_that_is_used_again_is_no_longer_the_first_to_go() -> None:
+    pool = BlockPool(3)
+    blocks = pool.allocate(3)
+    for block in blocks:
+        pool.keep(block)
+    pool.release(blocks)
+    pool.share(blocks[:1])
+    assert pool.allocate(1) == blocks[1:2]
+    pool.release(blocks[:1])
+    assert pool.allocate(2) == [blocks[2], blocks[0]]
+
+
+def test_misuse_of_the_pool_is_an_error_not_a_corruption() -> None:
+    pool = BlockPool(2)
+    [block] = pool.allocate(1)
     with pytest.raises(RuntimeError, match="asked for 2"):
-        allocator.allocate(2)
-    allocator.release([block])
+        pool.allocate(2)
+    pool.release([block])
     with pytest.raises(RuntimeError, match="freed twice"):
-        allocator.release([block])
+        pool.release([block])
     with pytest.raises(RuntimeError, match="shared while free"):
-        allocator.fork([block])
+        pool.share([block])
+    with pytest.raises(RuntimeError, match="kept while nobody owns it"):
+        pool.keep(block)
 
 
 def test_the_checker_sees_a_leak_and_a_stolen_block() -> None:
-    allocator = BlockAllocator(4)
-    table = BlockTable(4)
-    table.grow(8, allocator)
+    pool = BlockPool(4)
+    table = BlockTable(4, blocks=pool.allocate(2))
     with pytest.raises(RuntimeError, match="0 owners"):
-        allocator.check([])
+        pool.check([])
     with pytest.raises(RuntimeError, match="2 owners"):
-        allocator.check([table, BlockTable(4, [table.blocks[0]])])
+        pool.check([table, BlockTable(4, blocks=[table.blocks[0]])])
 
 
 def test_a_lone_sequence_lies_contiguously() -> None:
-    allocator = BlockAllocator(6)
-    other, mine = BlockTable(2), BlockTable(2)
-    other.grow(4, allocator)
-    other.release(allocator)
-    mine.grow(3, allocator)
-    mine.grow(9, allocator)
+    paging = Paging(6, 2)
+    other, mine = paging.table(), paging.table()
+    paging.grow(other, 0, 4)
+    paging.release(other)
+    paging.grow(mine, 0, 3)
+    paging.grow(mine, 3, 9)
     assert mine.blocks == [0, 1, 2, 3, 4]
 
 
@@ -94,12 +135,22 @@ def test_the_cache_reads_back_what_was_written_through_any_table(llama: Director
     assert all(torch.isnan(t).all() for t in (cache.keys[0], cache.values[0]))
 
 
+def test_copied_blocks_are_copied_in_every_layer_before_any_is_overwritten(llama: DirectorySource) -> None:
+    cache = KVCache(llama.config, num_blocks=4, block_size=2)
+    for number, store in enumerate((*cache.keys, *cache.values)):
+        store.copy_(torch.arange(4.0)[:, None, None, None] + 10 * number)
+    cache.copy_blocks([])
+    cache.copy_blocks([(0, 2), (2, 3)])
+    for number, store in enumerate((*cache.keys, *cache.values)):
+        assert (store.flatten(1) - 10 * number).unique(dim=1).flatten().tolist() == [0, 1, 0, 2]
+
+
 def test_the_cache_is_sized_by_sequences_or_by_bytes(llama: DirectorySource) -> None:
     config = llama.config  # 256 positions, 2 layers × 2 (k, v) × 2 heads × 16 wide × 4 bytes = 512 bytes a token
     assert plan_cache(config, max_seqs=3).num_blocks == 3 * 16
     by_bytes = plan_cache(config, max_seqs=3, kv_memory=512 * 100)
     assert (by_bytes.num_blocks, by_bytes.max_model_len) == (6, 96)
-    assert plan_cache(config, kv_memory=512 * 100, kv_dtype="bf16").max_model_len == 192
+    assert plan_cache(config, max_seqs=1, kv_memory=512 * 100, kv_dtype="bf16").max_model_len == 192
     assert plan_cache(config, max_model_len=33, max_seqs=2).num_blocks == 6
 
 

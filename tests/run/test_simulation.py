@@ -15,7 +15,7 @@ from arctool.run.requests import Completion
 from arctool.run.sampling_params import SamplingParams
 from arctool.run.sequence import FinishReason, Sequence
 
-HEADS = [[2 + (7 * i * i + 3 * head) % 14 for i in range(40)] for head in range(3)]
+HEADS = [[2 + (7 * i * i + 3 * head) % 14 for i in range(40)] for head in range(2)]
 """Beginnings that requests share."""
 
 
@@ -56,8 +56,8 @@ def random_request(rng: random.Random, world: World) -> tuple[list[int], Samplin
     longest = world.longest
     size = min(rng.choice([1, 2, 4, 5, 8, 9, 13, 16, 22, 40]), longest - 1)
     prompt = [rng.randrange(2, VOCAB) for _ in range(size)]
-    if rng.random() < 0.6:
-        shared = rng.randrange(size + 1)
+    if rng.random() < 0.7:
+        shared = rng.choice([size, size, 3 * size // 4, size // 3])
         prompt[:shared] = rng.choice(HEADS)[:shared]
     room = longest - size
     most = None if rng.random() < 0.05 and room < 60 else min(room, rng.choice([1, 1, 2, 3, 5, 9, 17]))
