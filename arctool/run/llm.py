@@ -38,13 +38,13 @@ Prompt = str | Ordered[int]
 class EngineOptions:
     """Sizes of the engine. `max_model_len` None: the model's whole context, as far as the cache reaches (`kv.cache.plan_cache`).
 
-    `max_seqs` run at once, if the cache has room: it takes `kv_memory` bytes at most (None: 2 GiB; touched only when used).
+    `max_seqs` run at once, if the cache has room: it takes `kv_memory` at most (bytes, or "2GiB", the default; touched only when used).
     `max_step_tokens` are computed in one step; prompts get at least half of it in every `prefill_floor`-th step.
     """
 
     max_model_len: int | None = None
     max_seqs: int = 256
-    kv_memory: int | None = None
+    kv_memory: int | str | None = None
     block_size: int = 16
     kv_dtype: str = "f32"
     max_step_tokens: int = MAX_STEP_TOKENS

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -11,6 +13,7 @@ from tiny_models import DirectorySource
 from arctool.errors import UsageError
 from arctool.run.kv.blocks import BlockPool, BlockTable
 from arctool.run.kv.cache import KVCache, plan_cache
+from arctool.run.kv.memory import parse_memory
 from arctool.run.kv.paging import Paging
 
 
@@ -164,9 +167,40 @@ def test_the_cache_is_sized_by_sequences_or_by_bytes(llama: DirectorySource) -> 
         ({"kv_memory": 100}, "kv_memory"),
         ({"max_model_len": 256, "kv_memory": 512 * 255}, "kv_memory"),
         ({"kv_memory": -5}, "kv_memory"),
+        ({"kv_memory": "-5"}, "kv_memory"),
+        ({"kv_memory": "2 gibs"}, "kv_memory"),
+        ({"kv_memory": "much"}, "kv_memory"),
+        ({"kv_memory": ""}, "kv_memory"),
+        ({"kv_memory": "1e9"}, "kv_memory"),
+        ({"kv_memory": True}, "kv_memory"),
+        ({"kv_memory": "9" * 400}, "kv_memory"),
         ({"kv_dtype": "int3"}, "kv_dtype"),
     ],
 )
 def test_a_cache_that_cannot_be_is_refused_by_option(llama: DirectorySource, options: dict, field: str) -> None:
     with pytest.raises(UsageError, match=f"^{field}:"):
         plan_cache(llama.config, **options)
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [
+        ("512", 512),
+        ("512B", 512),
+        ("512MB", 512_000_000),
+        ("2GiB", 2 << 30),
+        ("1.5 gib", 3 << 29),
+        (" 3KiB ", 3072),
+        ("1tb", 10**12),
+        (7, 7),
+    ],
+)
+def test_memory_is_written_as_people_write_it(text: str | int, nbytes: int) -> None:
+    assert parse_memory(text, "kv_memory") == nbytes
+
+
+def test_by_default_many_sequences_share_two_gibibytes_at_most(llama: DirectorySource) -> None:
+    assert plan_cache(llama.config).num_blocks == 256 * 16
+    wide = replace(llama.config, max_position_embeddings=1 << 20)
+    assert plan_cache(wide).num_blocks == (2 << 30) // (512 * 16)
+    assert plan_cache(wide, kv_memory="1MiB").max_model_len == 2048

@@ -10,6 +10,7 @@ import torch
 from arctool.errors import UsageError
 from arctool.run.config import ModelConfig
 from arctool.run.kv.blocks import blocks_for
+from arctool.run.kv.memory import parse_memory
 
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
 DEFAULT_KV_MEMORY = 2 << 30
@@ -30,11 +31,11 @@ def plan_cache(
     *,
     max_model_len: int | None = None,
     max_seqs: int = 256,
-    kv_memory: int | None = None,
+    kv_memory: int | str | None = None,
     block_size: int = 16,
     kv_dtype: str = "f32",
 ) -> CachePlan:
-    """Size the cache: `max_seqs` contexts of `max_model_len` tokens, or less where `kv_memory` bytes (default 2 GiB) forbid it.
+    """Size the cache: `max_seqs` contexts of `max_model_len` tokens, or less where `kv_memory` (bytes, or "2GiB", the default) forbids it.
 
     Without `max_model_len` the context is the model's own, shortened to what fits. A context that is asked for and does not
     fit, or is longer than the model's, raises UsageError.
@@ -48,7 +49,7 @@ def plan_cache(
     if max_model_len is not None and not 2 <= max_model_len <= model_limit:
         raise UsageError(f"max_model_len: expected 2 to the model's max_position_embeddings = {model_limit}, found {max_model_len}")
     token_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * DTYPES[kv_dtype].itemsize
-    memory = DEFAULT_KV_MEMORY if kv_memory is None else kv_memory
+    memory = DEFAULT_KV_MEMORY if kv_memory is None else parse_memory(kv_memory, "kv_memory")
     affordable = memory // (token_bytes * block_size)
     length = min(model_limit, affordable * block_size) if max_model_len is None else max_model_len
     if length < 2 or blocks_for(length, block_size) > affordable:
