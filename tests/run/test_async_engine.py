@@ -114,6 +114,14 @@ def test_fifty_tasks_of_which_some_vanish_get_the_tokens_they_get_alone(llm: LLM
     assert llm.engine.telemetry().total.prefix_hits > 0
 
 
+def test_samples_that_end_in_one_step_all_reach_their_task(llm: LLM) -> None:
+    async def body(engine: AsyncEngine) -> None:
+        done = await engine.complete([5, 6], SamplingParams(temperature=0, n=3, max_tokens=2, ignore_eos=True))
+        assert [(c.index, len(c.token_ids)) for c in done] == [(0, 2), (1, 2), (2, 2)]
+
+    run(llm, body)
+
+
 def test_a_vanished_reader_frees_its_request_within_a_step(llm: LLM) -> None:
     async def body(engine: AsyncEngine) -> None:
         stream = await engine.submit(random_ids(1, 9), LONG)
