@@ -217,6 +217,22 @@ def test_a_preempted_sequence_starts_anew_at_its_place_and_loses_no_token() -> N
     assert scheduler.paging.use.owned == 0
 
 
+def test_overtakings_are_counted_over_all_steps() -> None:
+    scheduler = Scheduler(replace(LIMITS, max_overtakes=2))
+    scheduler.add(sequence(0, 19, 20))
+    advance(scheduler)
+    big = sequence(1, 52, 1)
+    scheduler.add(big)
+    started = []
+    for id in range(2, 7):
+        scheduler.add(sequence(id, 1, 1))
+        started += [i for i in advance(scheduler) if i]
+    assert (started, big.overtaken) == ([2, 3], 2)
+    while scheduler.running or scheduler.waiting:
+        started += [i for i in advance(scheduler) if i]
+    assert list(dict.fromkeys(started)) == [2, 3, 1, 4, 5, 6]
+
+
 def test_siblings_share_the_prompt_and_those_without_a_place_wait_their_turn() -> None:
     scheduler = Scheduler(replace(LIMITS, max_seqs=2))
     leader = sequence(0, 10, 3, table_of=scheduler)
