@@ -52,6 +52,10 @@ def alone(prompt: Ordered[int], params: SamplingParams, index: int, longest: int
     return tuple(generated)
 
 
+class Violation(BaseException):
+    """The engine asked for what it must not. Not an Exception, because the engine answers those by failing the step's requests."""
+
+
 class FakeRunner:
     """`fail`: how many of the coming steps raise. `budget`: the most tokens that it may be asked for in one step."""
 
@@ -70,6 +74,12 @@ class FakeRunner:
         if self.fail:
             self.fail -= 1
             raise MemoryError("out of pretended memory")
+        try:
+            return self._run(work, copies)
+        except (AssertionError, LookupError) as error:
+            raise Violation(str(error)) from error
+
+    def _run(self, work: Ordered[tuple[Sequence, Work]], copies: Ordered[tuple[int, int]]) -> NDArray[np.float32]:
         assert not {target for _, target in copies} & {source for source, _ in copies}
         for source, target in copies:
             self.cells[target] = self.cells[source]

@@ -91,6 +91,7 @@ class Fairness:
             need = blocks_for(scheduler.waiting[0].length, self.world.block_size) + 2 * len(scheduler.running)
             self.could_prefill |= need <= scheduler.paging.pool.available
         self.preempted = scheduler.telemetry().total.preempted
+        self.first = (scheduler.running[0], scheduler.running[0].preemptions) if scheduler.running else None
 
     def after(self, work: list[Sequence]) -> None:
         served = {s.id for s in work}
@@ -104,6 +105,7 @@ class Fairness:
         else:
             self.starved = 0
         self.longest_starved = max(self.longest_starved, self.starved)
+        assert self.first is None or self.first[0].preemptions == self.first[1], "the first by rank lost its blocks"
         # In a step decodes get at least the half that prompts cannot take; those who step aside are first in the next one.
         world = self.world
         assert self.longest_gap <= -(-world.max_seqs // (world.budget - world.budget // 2)), "a decoding sequence waited too long"
@@ -150,6 +152,7 @@ def simulate(world: World, count: int, seed: int) -> Outcome:
         updates = engine.step()
         fairness.after([s for s, _ in runner.steps[-1]] if runner.computed > before else [])
         engine.scheduler.check()
+        assert len(engine.scheduler.running) <= world.max_seqs
         for update in updates:
             if update.completion is not None:
                 assert (update.request_id, update.index) not in done
