@@ -18,17 +18,19 @@ if TYPE_CHECKING:
     from arctool.api import bake_model, evaluate
     from arctool.artifacts import diff, inspect, inspect_tensor, verify
     from arctool.run.llm import LLM
-    from arctool.run.sampling_params import SamplingParams
+    from arctool.run.sampling.constraint import Constraint
+    from arctool.run.sampling.params import SamplingParams
 
 # Before torch is loaded: its OpenMP threads spin for work by default, and on shared cores a token then takes forty times as long.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "SamplingParams", "__version__", "bake_model", "diff", "evaluate", "inspect", "inspect_tensor", "verify"]
+__all__ = ["LLM", "Constraint", "SamplingParams", "__version__", "bake_model", "diff", "evaluate", "inspect", "inspect_tensor", "verify"]
 
 _PUBLIC = {
     "LLM": "arctool.run.llm",
-    "SamplingParams": "arctool.run.sampling_params",
+    "Constraint": "arctool.run.sampling.constraint",
+    "SamplingParams": "arctool.run.sampling.params",
     "bake_model": "arctool.api",
     "evaluate": "arctool.api",
     "diff": "arctool.artifacts",

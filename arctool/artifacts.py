@@ -17,6 +17,7 @@ from arctool.bench import canvas, pictures
 from arctool.errors import FormatError, SourceError, UsageError
 from arctool.run.config import ModelConfig
 from arctool.run.models import architecture
+from arctool.run.models.experts import as_stored, stacked
 from arctool.uqff import detail, difference, statistics
 from arctool.uqff import inspect as inspection
 from arctool.uqff import verify as checks
@@ -101,15 +102,15 @@ def expected_shapes(path: Path) -> tuple[Mapping[str, tuple[int, ...]] | None, s
     """
     try:
         with open_artifact(path) as artifact:
-            config_json = artifact.config_json
+            config_json, keys = artifact.config_json, set(artifact.keys())
     except FormatError:
         return None, None
     try:
         config = ModelConfig.from_hf(config_json, "config.json")
-        specs = architecture(config.architecture, "config.json").tensors(config)
+        found = architecture(config.architecture, "config.json")
     except (SourceError, UsageError) as error:
         return None, str(error)
-    return {spec.name: spec.shape for spec in specs}, None
+    return as_stored(config, found.tensors(config), stacked(config, found.experts, keys)), None
 
 
 def regenerate(name: str) -> NDArray[np.float32] | None:

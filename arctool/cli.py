@@ -13,6 +13,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
+from typer.core import TyperGroup
 
 import arctool
 from arctool.errors import ArctoolError, InterruptedByUser, StorageError, UsageError, VerificationError
@@ -26,7 +27,26 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Bake a language model to 2-4 bits a weight, prove the artifact bit by bit, and run it.",
 )
-bench_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Measure how fast this machine is.")
+
+
+class ModelUnlessNamed(TyperGroup):
+    """`arctool bench PATH` is `arctool bench model PATH`, unless PATH is the name of another measurement."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        return super().resolve_command(ctx, args if args[0] in self.commands else ["model", *args])
+
+    def parse_args(self, ctx: Any, args: list[str]) -> Any:
+        # Options may come first; the group itself has none but --help.
+        named = args[:1] and (args[0] in self.commands or args[0] in ("-h", "--help"))
+        return super().parse_args(ctx, args if named or not args else ["model", *args])
+
+
+bench_app = typer.Typer(
+    cls=ModelUnlessNamed,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    help="Measure how fast a model answers on this machine: `arctool bench PATH`; or what a bake's searches cost: `arctool bench bake`.",
+)
 app.add_typer(bench_app, name="bench")
 RUNG_HELP = (
     "Format of the linear layers. Searched: qtip2, qtip2b, qtip2-v4 (2 bits), qtip2.25-v4, qtip3, qtip3b, qtip4, qtip4b. "
@@ -256,6 +276,12 @@ def run(
     top_p: Annotated[float, typer.Option(help="Keep the likeliest tokens up to this mass.")] = 0.95,
     top_k: Annotated[int, typer.Option(help="Keep this many of the likeliest tokens; 0 keeps all.")] = 0,
     min_p: Annotated[float, typer.Option(help="Drop tokens below this share of the likeliest one's probability.")] = 0.0,
+    typical_p: Annotated[float, typer.Option(help="Keep the tokens of the most typical surprise up to this mass.")] = 1.0,
+    repetition_penalty: Annotated[float, typer.Option(help="Above 1: what was said already, the prompt included, is less likely.")] = 1.0,
+    presence_penalty: Annotated[float, typer.Option(help="Taken from the logits of tokens that the answer has.")] = 0.0,
+    frequency_penalty: Annotated[float, typer.Option(help="The same, once for every time that it has them.")] = 0.0,
+    json_schema: Annotated[Path | None, typer.Option(help="Answer with JSON of the schema in this file.")] = None,
+    regex: Annotated[str | None, typer.Option(help="Answer with text that this expression matches in full.")] = None,
     seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
     max_model_len: Annotated[int | None, typer.Option(help="Context in tokens [default: the model's, as memory allows].")] = None,
     kv_memory: Annotated[str | None, typer.Option(help="Most memory for keys and values, like 512MB [default: 2GiB].")] = None,
@@ -266,10 +292,22 @@ def run(
     Example: arctool run SmolLM2-135M-Instruct-qtip4 --prompt "What is the capital of France?"
     """
     from arctool.run.llm import EngineOptions
-    from arctool.run.sampling_params import SamplingParams
+    from arctool.run.sampling.params import SamplingParams
     from arctool.terminal import chat, sources
 
-    params = SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed, max_tokens=max_tokens)
+    params = SamplingParams(
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        typical_p=typical_p,
+        repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        seed=seed,
+        max_tokens=max_tokens,
+        constraint=chat.constraint(json_schema, regex),
+    )
     if prompt is None and (as_json or raw):
         raise UsageError("--json and --raw need a --prompt")
     llm = sources.open_model(path, EngineOptions(max_model_len=max_model_len, kv_memory=kv_memory))
@@ -285,6 +323,46 @@ def run(
     else:
         typer.echo()
         typer.echo(chat.speed(completion), err=True)
+
+
+@bench_app.command("model")
+def bench_model(
+    path: Annotated[str, typer.Argument(help="An artifact, or a checkpoint (directory, .gguf, hub id) to run unquantised.")],
+    batches: Annotated[str, typer.Option(help="How many sequences at once, with commas between them.")] = "1,2,4,8,16,32,64",
+    prompt_tokens: Annotated[int, typer.Option(help="Tokens of each prompt.")] = 128,
+    new_tokens: Annotated[int, typer.Option(help="Tokens that each sequence generates.")] = 32,
+    rounds: Annotated[int, typer.Option(help="Rounds over all sizes; the table has medians.")] = 3,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+) -> None:
+    """Tokens a second of a model on this machine, reading prompts and generating, for 1 to 64 sequences at once.
+
+    Exit code 1 if a row is no measurement. Example: arctool bench SmolLM2-135M-Instruct-qtip4
+    """
+    from arctool.bench import throughput
+    from arctool.run.llm import EngineOptions
+    from arctool.terminal import progress, sources
+    from arctool.terminal.throughput import throughput as shown
+
+    plan = throughput.Plan(parse_numbers(batches, "--batches"), prompt_tokens, new_tokens, rounds)
+    options = EngineOptions(max_model_len=prompt_tokens + new_tokens, max_seqs=max(plan.batches))
+    llm = sources.open_model(path, options)
+    with progress.count_progress(_errors(), quiet, "measuring") as show:
+        found = throughput.measure(llm, path, plan, show)
+    if as_json:
+        _print_json(found.to_json())
+    else:
+        _output().print(shown(found))
+    if found.failed:
+        raise typer.Exit(1)
+
+
+def parse_numbers(text: str, option: str) -> tuple[int, ...]:
+    """Whole numbers with commas between them. Raises UsageError by option."""
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError as error:
+        raise UsageError(f"{option}: expected whole numbers with commas between them, found {text!r:.60}") from error
 
 
 @bench_app.command("bake")

@@ -23,7 +23,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 settings.register_profile("house", deadline=None)
 settings.load_profile("house")
 
-TINY_NAMES = ("llama", "qwen2", "qwen3", "mistral")
+TINY_NAMES = ("llama", "qwen2", "qwen3", "mistral", "mixtral", "qwen3_moe")
 
 
 @pytest.fixture(scope="session")
@@ -34,7 +34,7 @@ def fixtures_dir() -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_checkpoints() -> dict[str, Path]:
-    """Name → directory of every tiny checkpoint: llama, qwen2, qwen3, mistral (read only)."""
+    """Name → directory of every tiny checkpoint, one for each architecture (read only)."""
     return {name: FIXTURES / "checkpoints" / name for name in TINY_NAMES}
 
 

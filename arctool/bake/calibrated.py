@@ -175,7 +175,7 @@ class CalibratedLayers:
                 found = Found(known, True) if known is not None else Found(self._bench.search(task, seen), False)
                 self._ready[linear.key] = found
                 weight = found.layer.tensor
-            if stage.adds is not None or len(stage.linears) > 1:
+            if stage.goes_on:
                 source = self._bench.checkpoint
                 through = weight if self._bench.method.quantised_prefix else DenseTensor(source.tensor(task.spec.name))
                 self._calibration.install(linear.key, through, source.bias(linear.key))

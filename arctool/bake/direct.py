@@ -44,7 +44,8 @@ def store_directly(checkpoint: Checkpoint, spec: TensorSpec, name: str, pool: Ex
                 return copied(GgmlTensor(GGML_TYPES[name], spec.shape[-1], blocks), spec.name)
         values = checkpoint.tensor(spec.name)
         if name in (KEEP, F32):
-            narrow = name == KEEP and (spec.role is not Role.NORM or checkpoint.stored_dtype(spec.name) == "BF16")
+            kept = spec.role in (Role.NORM, Role.ROUTER)
+            narrow = name == KEEP and (not kept or checkpoint.stored_dtype(spec.name) == "BF16")
             return DirectTensor(as_bf16(values, spec.name) if narrow else DenseTensor(values), None)
         return as_fp8(values, spec.name) if name == FP8 else as_blocks(values, spec.name, GGML_TYPES[name], pool)
     except (GeometryError, SourceError) as error:

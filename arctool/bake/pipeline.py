@@ -28,7 +28,7 @@ from arctool.bake.calibration.stream import one_thread_per_call
 from arctool.bake.calibration.token_set import CalibrationSet, sample_windows
 from arctool.bake.card.measurement import plan_measurement
 from arctool.bake.card.publication import publish
-from arctool.bake.choices import searched
+from arctool.bake.choices import KEEP, searched
 from arctool.bake.direct import store_directly
 from arctool.bake.journal import Journal, beside
 from arctool.bake.place import check_free, check_room, finished_before
@@ -74,7 +74,8 @@ SAMPLED = "sampled"
 
 @dataclass(frozen=True)
 class BakedTensor:
-    """A finished tensor: a layer with its bias, or a residual (norm). `searched`: how the search fared, if there was one."""
+    """A finished tensor: a layer with its bias, or a residual (a norm, or a router that is not quantised). `searched`: how the search
+    fared, if there was one."""
 
     task: Task
     weight: Weight
@@ -181,7 +182,7 @@ def baked_tensors(
                     stored = store_directly(checkpoint, spec, name, pool)
                     weight, error = stored.weight, stored.relative_error
                 else:
-                    follows = layers is not None and spec.role in (Role.LINEAR, Role.HEAD)
+                    follows = layers is not None and spec.role in (Role.LINEAR, Role.ROUTER, Role.HEAD)
                     found = layers.take(task) if layers is not None and follows else bench.find(task)
                     weight, error = found.layer.tensor, found.layer.relative_error
                 if spec.role is Role.EMBEDDING and ids is not None:
@@ -215,12 +216,11 @@ def calibration_ids(checkpoint: Checkpoint, chosen: CalibrationSet, seed: int, j
 def add(writer: ArtifactWriter, baked: BakedTensor, recipe: Recipe) -> None:
     """Hand one tensor to the writer, as a layer or as a residual."""
     spec, choice = baked.task.spec, baked.task.choice
-    if spec.role is Role.NORM:
-        assert isinstance(baked.weight, DenseTensor)
+    if spec.role in (Role.NORM, Role.ROUTER) and isinstance(baked.weight, DenseTensor):
         writer.add_residual(spec.name, baked.weight)
         return
     details = LayerDetails(
-        default_target=recipe.default if spec.role is Role.LINEAR else recipe.vocabulary,
+        default_target={Role.LINEAR: recipe.default, Role.ROUTER: KEEP}.get(spec.role, recipe.vocabulary),
         resolved_target=choice.instead_of or choice.rung,
         fallback_reason=choice.reason if choice.fallback else None,
         relative_error=baked.relative_error,

@@ -13,7 +13,8 @@
 A choice is a trellis rung, a GGML type, `fp8`, a plain type, or `as-is` (`choices`). Order: default, then ranges, then `embedding` and
 `head`, then rules; where several apply the later in the file wins. (mistral.rs lets the range with the higher end win; a file whose ranges
 do not overlap means the same to both.) `default`, ranges and a rule for "*" are for linear layers. Embedding and head get what their key or
-a rule that names them says, else q8_0; in a recipe whose default quantises nothing they get that default too. Norms stay as they are.
+a rule that names them says, else q8_0; in a recipe whose default quantises nothing they get that default too. Norms stay as they are, and
+so do the routers of a mixture of experts, but for a rule whose last part is their very name ("*.mlp.gate", not "*.mlp.*").
 Knows tensors by name, role and shape.
 """
 
@@ -72,10 +73,12 @@ class Rule:
     end: int = 0
 
     def applies(self, spec: TensorSpec) -> bool:
-        """Whether the rule is for `spec`: it names it, and a table over the vocabulary not merely by naming everything."""
+        """Whether the rule is for `spec`: it names it; a table over the vocabulary not merely by naming all, a router by its name."""
         if self.first is not None and (spec.layer is None or not self.first <= spec.layer < self.end):
             return False
         if spec.role in VOCABULARY and not self.match.strip("*"):
+            return False
+        if spec.role is Role.ROUTER and self.match.rpartition(".")[2] != spec.key.rpartition(".")[2]:
             return False
         return fnmatchcase(spec.key, self.match)
 
@@ -106,9 +109,11 @@ class Recipe:
     def choose(self, spec: TensorSpec, layer_count: int) -> Choice:
         """What tensor `spec` of a model with `layer_count` layers gets. Raises UsageError where a rule names a layer it does not have."""
         self._check_layers(layer_count)
-        if spec.role is not Role.LINEAR and spec.role not in VOCABULARY:
+        if spec.role in (Role.NORM, Role.BIAS):
             return Choice(KEEP, f"{spec.role.value} is not quantised")
         rule = next((rule for rule in reversed(self.rules) if rule.applies(spec)), None)
+        if spec.role is Role.ROUTER and rule is None:
+            return Choice(KEEP, "router is not quantised")
         linear = spec.role is Role.LINEAR
         wanted = (self.default if linear else self.vocabulary) if rule is None else rule.rung
         reason = ("default" if linear else f"default of the {spec.role.value}") if rule is None else rule.where
@@ -122,7 +127,7 @@ class Recipe:
             roles = {spec.role for spec in specs if rule.applies(spec)} - {Role.BIAS}
             if rule.match == HEAD_KEY and not roles:
                 raise UsageError(f"{rule.where}: the model has no {HEAD_KEY}: its head is its embedding; say embedding: {rule.rung}")
-            if rule.rung not in (*PLAIN, AS_IS) and roles and not roles & {Role.LINEAR, *VOCABULARY}:
+            if rule.rung not in (*PLAIN, AS_IS) and roles and not roles & {Role.LINEAR, Role.ROUTER, *VOCABULARY}:
                 raise UsageError(f"{rule.where}: matches nothing to quantise; {', '.join(r.value for r in roles)} is not quantised")
             if not roles:
                 raise UsageError(f"{rule.where}: matches no tensor of the model; names look like {specs[0].key}, {_example(specs)}")

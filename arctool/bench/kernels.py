@@ -18,7 +18,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from arctool.kernels.registry import Registry, TokenClass, default_registry
+from arctool.kernels.registry import Registry, default_registry
 from arctool.quant.codebooks import RUNGS, Rung
 from arctool.quant.tensor import TrellisTensor
 from arctool.quant.trellis import pack_symbols
@@ -50,7 +50,7 @@ def product_row(rung: Rung, shape: tuple[int, int], registry: Registry) -> Calla
         )
     )
     x = torch.ones((1, in_features))
-    return lambda: registry.linear(x, weight, TokenClass.DECODE)
+    return lambda: registry.linear(x, weight)
 
 
 def medians(calls: list[Callable[[], object]]) -> list[float]:

@@ -94,8 +94,15 @@ def find_peer(threads: int | None = None) -> Peer | str:
 
 
 def gguf_name(key: str) -> str:
-    """The name in a GGUF file of the weight of decoder module `key`: model.layers.3.mlp.up_proj → blk.3.ffn_up.weight."""
+    """The name in a GGUF file of the weight of decoder module `key`: model.layers.3.mlp.up_proj → blk.3.ffn_up.weight.
+
+    Raises UsageError for the parts of a mixture of experts, which llama.cpp stacks.
+    """
     layer, module = key.removeprefix("model.layers.").split(".", 1)
+    if module not in THEIR_NAMES:
+        raise UsageError(
+            f"{key}: mixtures of experts are not compared with llama.cpp here: it keeps experts, and what is known of them, in stacks"
+        )
     return f"{BLOCK}{layer}.{THEIR_NAMES[module]}.weight"
 
 

@@ -85,7 +85,7 @@ def _artifact(path: str, place: Path, artifact: Artifact) -> Subject:
         if spec.role is Role.BIAS:
             tensors.append(StoredTensor(spec, "f32", 32 * math.prod(spec.shape), None))
         else:
-            weight = artifact.weight(spec.key)
+            weight = source.weight(spec.key)
             tensors.append(StoredTensor(spec, weight.label, weight.stored_bits, _rate(weight)))
     names = {CONFIG_NAME, RESIDUAL_NAME, REPORT_NAME, *artifact.assets, *(shard.path.name for shard in artifact.shards)}
     name = place.resolve().name if place.is_dir() else f"{place.resolve().parent.name}/{place.name}"

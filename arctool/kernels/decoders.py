@@ -9,9 +9,8 @@ import torch
 from numpy.typing import NDArray
 
 from arctool.kernels.cpu.ir import LANES
-from arctool.kernels.policy import TokenClass
 from arctool.kernels.registry import Registry
-from arctool.quant.tensor import GgmlTensor, PackedTensor
+from arctool.quant.tensor import PackedTensor
 
 
 @dataclass(frozen=True)
@@ -38,8 +37,7 @@ class FusedProbe:
     A dot product with a unit vector adds zeros to one product, so it has the oracle's bits if the row decoder has; but −0.0 + 0.0 is
     0.0, so the sign of a zero is lost before the scale is applied. Every column would cost as much as the oracle on rows of 1,500
     weights, and more on longer ones, since each costs a whole dot product. So: sixteen columns and the last, spread over the row so
-    that each partial sum and each place within a trellis step is hit. GGML blocks are asked one token at a time, since a single token has
-    a loop of its own.
+    that each partial sum and each place within a trellis step is hit.
     """
 
     registry: Registry
@@ -56,9 +54,7 @@ class FusedProbe:
         units = np.zeros((len(columns), weight.in_features), np.float32)
         units[np.arange(len(columns)), columns] = 1.0
         prepared = self.registry.prepare(weight)
-        batches = torch.from_numpy(units).split(1 if isinstance(weight, GgmlTensor) else len(units))
-        products = torch.cat([self.registry.linear(batch, prepared, TokenClass.DECODE) for batch in batches])
-        return columns, products.numpy().T
+        return columns, self.registry.linear(torch.from_numpy(units), prepared).numpy().T
 
 
 def sampled_columns(in_features: int) -> NDArray[np.int64]:

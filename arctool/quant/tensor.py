@@ -216,5 +216,11 @@ def as_matrix(weight: PackedTensor) -> PackedTensor:
     return replace(weight, packed=_flat(weight.packed), scales=_flat(weight.scales), offsets=_flat(weight.offsets))
 
 
+def of_stack(weight: Weight, expert: int) -> Weight:
+    """One matrix [out, in] of stacked experts [experts, out, in]. Nothing is copied."""
+    one = weight.rows(slice(expert, expert + 1))
+    return DenseTensor(one.data[0]) if isinstance(one, DenseTensor) else as_matrix(one)
+
+
 def _flat(array: NDArray) -> NDArray:
     return array.reshape(-1, array.shape[-1])

@@ -21,7 +21,7 @@ import numba
 from arctool.errors import ArctoolError, RequestError
 from arctool.run.engine import Engine
 from arctool.run.requests import Completion, Update
-from arctool.run.sampling_params import SamplingParams
+from arctool.run.sampling.params import SamplingParams
 from arctool.run.telemetry import Telemetry
 
 if TYPE_CHECKING:

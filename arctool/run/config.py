@@ -10,20 +10,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from arctool.run.dialects import DIALECTS, MAX_POSITIONS, Dialect
+from arctool.run.dialects import DIALECTS, Dialect
 from arctool.run.fields import Fields, short
-from arctool.run.rope_config import RopeConfig, read_rope
+from arctool.run.moe_config import MAX_WIDTH, MoeConfig
+from arctool.run.rope_config import MAX_POSITIONS, RopeConfig, read_rope
 
-# Upper bounds that no real model reaches; they keep a lying config from asking for the machine's whole memory.
+# An upper bound that no real model reaches; it keeps a lying config from asking for the machine's whole memory.
 MAX_LAYERS = 4096
-MAX_WIDTH = 1 << 24
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A dense decoder-only transformer. Widths in elements.
+    """A decoder-only transformer. Widths in elements.
 
-    `sliding_windows[layer]`: None, or how many keys a query sees, itself included.
+    `sliding_windows[layer]`: None, or how many keys a query sees, itself included. `moe`: None where every layer is dense.
     """
 
     architecture: str
@@ -45,6 +45,16 @@ class ModelConfig:
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     hidden_act: str
+    moe: MoeConfig | None = None
+
+    def sparse(self, layer: int) -> MoeConfig | None:
+        """The experts of a layer, None where it is dense."""
+        return self.moe if self.moe is not None and self.moe.sparse[layer] else None
+
+    @property
+    def widest_mlp(self) -> int:
+        """The most that any feed-forward block is wide inside, each expert taken by itself."""
+        return max(self.intermediate_size if (moe := self.sparse(i)) is None else moe.intermediate_size for i in range(self.num_layers))
 
     @staticmethod
     def from_hf(config: Mapping[str, Any], where: str) -> ModelConfig:
@@ -67,7 +77,7 @@ class ModelConfig:
             num_kv_heads=kv_heads,
             head_dim=_head_dim(fields, hidden, heads, dialect),
             rms_norm_eps=fields.positive("rms_norm_eps"),
-            rope=read_rope(fields),
+            rope=read_rope(fields, dialect.default_theta),
             max_position_embeddings=fields.count("max_position_embeddings", MAX_POSITIONS),
             tie_word_embeddings=fields.flag("tie_word_embeddings", False),
             attention_bias=dialect.attention_bias(fields),
@@ -77,6 +87,7 @@ class ModelConfig:
             bos_token_id=next(iter(_token_ids(fields, "bos_token_id", vocab)), None),
             eos_token_ids=_token_ids(fields, "eos_token_id", vocab),
             hidden_act=fields.choice("hidden_act", ("silu",), "silu"),
+            moe=dialect.experts(fields, layers),
         )
 
 
@@ -90,7 +101,7 @@ def _architecture_name(fields: Fields) -> str:
 
 
 def _kv_heads(fields: Fields, heads: int, dialect: Dialect) -> int:
-    # Null means "as many as the query heads" in all four configuration classes; an absent field means the class's own number.
+    # Null means "as many as the query heads" in the configuration classes; an absent field means the class's own number.
     value = dialect.default_kv_heads if fields.absent("num_key_value_heads") else fields.get("num_key_value_heads")
     kv_heads = heads if value is None else fields.check_count("num_key_value_heads", value, MAX_WIDTH)
     if heads % kv_heads:

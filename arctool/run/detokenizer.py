@@ -54,20 +54,26 @@ class Piece:
 
 
 class StopStrings:
-    """Cuts a stream of text before the stop string that ends earliest (of several that end together, the longest)."""
+    """Cuts a stream of text before the stop string that ends earliest (of several that end together, the longest).
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    `include`: cuts behind it instead.
+    """
+
+    def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
         self._stops = tuple(stops)
+        self._include = include
         self._held = ""
 
-    def push(self, text: str) -> Piece:
-        """Take more text, give what cannot be part of a stop string any more."""
+    def push(self, text: str, *, too_short: bool = False) -> Piece:
+        """Take more text, give what cannot be part of a stop string any more. `too_short`: text in which none counts yet."""
+        if too_short:
+            return Piece(text, False)
         buffer = self._held + text
         found = [(at + len(stop), -len(stop)) for stop in self._stops if (at := buffer.find(stop)) >= 0]
         if found:
             end, negative_length = min(found)
             self._held = ""
-            return Piece(buffer[: end + negative_length], True)
+            return Piece(buffer[: end if self._include else end + negative_length], True)
         keep = self._longest_head(buffer)
         self._held = buffer[len(buffer) - keep :]
         return Piece(buffer[: len(buffer) - keep], False)

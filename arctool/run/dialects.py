@@ -1,4 +1,4 @@
-"""How each architecture reads the fields that the others read differently: windows, biases, head width.
+"""How each architecture reads the fields that the others read differently: windows, biases, head width, experts.
 
 The rules are those of the architecture's configuration and modelling code in transformers. No tensors, no torch.
 """
@@ -9,9 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from arctool.run.fields import Fields, short
-
-# More positions than any real model has; keeps a lying config from asking for the machine's whole memory.
-MAX_POSITIONS = 1 << 26
+from arctool.run.moe_config import MoeConfig, mixtral_experts, no_experts, qwen3_experts
+from arctool.run.rope_config import MAX_POSITIONS
 
 # What the configuration classes of transformers put where a file lacks the field; null is a statement, absence is not.
 # `sliding_window` of Mistral, Qwen2 and Qwen3; `max_window_layers` of both Qwens.
@@ -43,6 +42,24 @@ def _window_if_used(fields: Fields, layers: int) -> tuple[int | None, ...]:
     if isinstance(first, bool) or not isinstance(first, int) or first < 0:
         raise fields.error("max_window_layers", f"expected an integer of at least 0, found {short(first)}")
     return tuple(window if layer >= first else None for layer in range(layers))
+
+
+def _window_if_given(fields: Fields, layers: int) -> tuple[int | None, ...]:
+    """Mixtral: `sliding_window` holds for all layers, and an absent one is none."""
+    return _one_window(fields, layers, None if fields.absent("sliding_window") else _window(fields))
+
+
+def _one_window_if_used(fields: Fields, layers: int) -> tuple[int | None, ...]:
+    """Qwen3-MoE: no window unless `use_sliding_window`, and then in every layer: transformers does not read `max_window_layers` here."""
+    return _one_window(fields, layers, _window(fields) if fields.flag("use_sliding_window", False) else None)
+
+
+def _one_window(fields: Fields, layers: int, window: int | None) -> tuple[int | None, ...]:
+    """The same for all layers. Raises SourceError for `layer_types` that say otherwise: these architectures' code does not read them."""
+    windows = (window,) * layers
+    if _by_layer_types(fields, layers, window) not in (None, windows):
+        raise fields.error("layer_types", "this architecture has one window for all layers, or none")
+    return windows
 
 
 def _window(fields: Fields) -> int | None:
@@ -81,7 +98,8 @@ def _never(field: str) -> Callable[[Fields], bool]:
 class Dialect:
     """One architecture's rules for the fields that the others read differently.
 
-    `default_kv_heads`, `default_head_dim`: what an absent field means; None: it follows from the other fields.
+    `default_kv_heads`, `default_head_dim`: what an absent field means; None: it follows from the other fields. `experts`: which layers
+    are mixtures of experts, and of which, given how many layers there are.
     """
 
     attention_bias: Callable[[Fields], bool]
@@ -90,6 +108,9 @@ class Dialect:
     windows: Callable[[Fields, int], tuple[int | None, ...]]
     default_kv_heads: int | None = None
     default_head_dim: int | None = None
+    # 10000 is the paper's base (RoFormer) and what configs that predate the field mean.
+    default_theta: float = 10000.0
+    experts: Callable[[Fields, int], MoeConfig | None] = no_experts
 
 
 DIALECTS: Mapping[str, Dialect] = {
@@ -121,5 +142,22 @@ DIALECTS: Mapping[str, Dialect] = {
         windows=_window_if_used,
         default_kv_heads=32,
         default_head_dim=128,  # Qwen3Config's own default: head_dim never follows from hidden_size there
+    ),
+    "MixtralForCausalLM": Dialect(
+        attention_bias=_never("attention_bias"),
+        mlp_bias=_never("mlp_bias"),
+        qk_norm=False,
+        windows=_window_if_given,
+        default_kv_heads=8,
+        default_theta=1e6,
+        experts=mixtral_experts,
+    ),
+    "Qwen3MoeForCausalLM": Dialect(
+        attention_bias=lambda f: f.flag("attention_bias", False),
+        mlp_bias=_never("mlp_bias"),
+        qk_norm=True,
+        windows=_one_window_if_used,
+        default_kv_heads=4,
+        experts=qwen3_experts,
     ),
 }

@@ -12,10 +12,14 @@ from dataclasses import dataclass
 
 from arctool.errors import RequestError
 from arctool.run.kv.paging import Paging
-from arctool.run.requests import Completion, Sample, Timing, Update, new_sample, sample_seed
+from arctool.run.requests import Completion, Sample, Timing, Update, new_sample
 from arctool.run.runner import ModelRunner
-from arctool.run.sampler import Sampled, SampleRow, sample
-from arctool.run.sampling_params import SamplingParams, as_token_id
+from arctool.run.sampling.checks import as_token_id
+from arctool.run.sampling.grammar import Grammars
+from arctool.run.sampling.noise import child_seed
+from arctool.run.sampling.params import SamplingParams
+from arctool.run.sampling.sampler import Sampled, SampleRow, sample
+from arctool.run.sampling.state import check_for_model, open_state
 from arctool.run.scheduler import MAX_STEP_TOKENS, PREFILL_FLOOR, Limits, Scheduler, Step
 from arctool.run.sequence import FinishReason, Sequence, Status
 from arctool.run.telemetry import Telemetry
@@ -70,6 +74,7 @@ class Engine:
         self._vocab_size = runner.model.config.vocab_size
         # A model may have more rows than its tokenizer has tokens; those mean nothing and are never chosen.
         self._choices = self._vocab_size if tokenizer is None else tokenizer.size
+        self._grammars = Grammars(tokenizer, eos_token_ids)
         self._clock = clock
         self._requests: dict[int, list[Sample]] = {}
         self._samples: dict[int, Sample] = {}
@@ -80,15 +85,24 @@ class Engine:
     def add_request(self, prompt_ids: Ordered[int], params: SamplingParams) -> int:
         """Queue a request; returns its id. Raises RequestError, by field, for one that cannot be served."""
         prompt = self._checked_prompt(prompt_ids)
-        if params.stop and self.tokenizer is None:
-            raise RequestError("stop: strings need a tokenizer, and this model came without one; use stop_token_ids")
-        seed = secrets.randbits(64) if params.seed is None else params.seed
-        max_tokens = self.max_model_len - len(prompt) if params.max_tokens is None else params.max_tokens
+        room = self.max_model_len - len(prompt)
+        max_tokens = room if params.max_tokens is None else params.max_tokens
+        self.scheduler.check_fits(len(prompt), max_tokens)
+        check_for_model(params, choices=self._choices, room=room, has_text=self.tokenizer is not None)
+        seed, now = secrets.randbits(64) if params.seed is None else params.seed, self._clock()
         samples = []
         for index in range(params.n):
-            table = self.scheduler.paging.table(params.cache_salt)
-            sequence = Sequence(self._next_sequence + index, prompt, params, max_tokens, sample_seed(seed, index), table, index)
-            samples.append(new_sample(self._next_request, sequence, self.tokenizer, self._clock()))
+            sequence = Sequence(
+                id=self._next_sequence + index,
+                prompt_ids=prompt,
+                params=params,
+                max_tokens=max_tokens,
+                seed=child_seed(seed, index),
+                table=self.scheduler.paging.table(params.cache_salt),
+                index=index,
+                state=open_state(params, prompt, self._grammars),
+            )
+            samples.append(new_sample(self._next_request, sequence, self.tokenizer, now))
         self.scheduler.add(samples[0].sequence)  # the others start where its prompt ends
         self._requests[self._next_request] = samples
         self._samples.update((s.sequence.id, s) for s in samples)
@@ -168,13 +182,18 @@ class Engine:
 
     def _run(self, step: Step) -> list[Row]:
         """Compute the step and sample it: a row for every sequence that emits, and for every sibling that starts at its prompt's end."""
-        logits = self.runner.run(step.work, step.copies)[:, : self._choices]
+        logits = self.runner.run(step.work, step.copies)
         emitting = [self._samples[sequence.id] for sequence, item in step.work if item.emits]
         groups = [[one, *self._pending(one)] for one in emitting]
         if len(groups) < sum(map(len, groups)):
             logits = logits[[row for row, group in enumerate(groups) for _ in group]]
         samples = [one for group in groups for one in group]
-        return [Row(one, result) for one, result in zip(samples, sample(logits, [_sample_row(s) for s in samples]), strict=True)]
+        results = sample(logits, [self._sample_row(one.sequence) for one in samples], self._choices)
+        return [Row(one, result) for one, result in zip(samples, results, strict=True)]
+
+    def _sample_row(self, s: Sequence) -> SampleRow:
+        """What the sampler needs to know about the next token of a sequence."""
+        return SampleRow(s.params, s.seed, s.length, len(s.output_ids), self._eos, s.state.history, s.state.grammar)
 
     def _pending(self, one: Sample) -> list[Sample]:
         """The siblings that wait for this sample to compute the prompt."""
@@ -222,12 +241,6 @@ class Engine:
             if update.request_id in self._inboxes:
                 self._inboxes[update.request_id].append(update)
         return updates
-
-
-def _sample_row(one: Sample) -> SampleRow:
-    """What the sampler needs to know about the next token of a sample."""
-    sequence = one.sequence
-    return SampleRow(sequence.params, sequence.seed, sequence.length)
 
 
 __all__ = ["Completion", "Engine", "FinishReason", "SamplingParams", "Status", "Timing", "Update"]

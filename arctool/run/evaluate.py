@@ -13,12 +13,12 @@ import torch
 from numpy.typing import NDArray
 
 from arctool.errors import RequestError, VerificationError
-from arctool.kernels.registry import TokenClass
+from arctool.run.compiled.model import CompiledModel, StepLimits
 from arctool.run.kv.blocks import blocks_for
 from arctool.run.kv.cache import KVCache
 from arctool.run.layers.linear import Projection
 from arctool.run.models.decoder import CausalLM
-from arctool.run.step import Rows, Span, build_step
+from arctool.run.step import Span, build_step
 
 CHUNK = 256
 """Tokens of a step, and rows of logits that exist at a time: 50 MB for 49k entries, 156 MB for 152k."""
@@ -46,16 +46,16 @@ def final_states(model: CausalLM, ids: Sequence[int], chunk: int = CHUNK) -> Ite
         wrong = next(token for token in ids if not 0 <= token < model.config.vocab_size)
         raise RequestError(f"ids: expected tokens from 0 to {model.config.vocab_size - 1}, found {wrong}")
     count = blocks_for(len(ids), BLOCK_SIZE)
-    cache = KVCache(model.config, count, BLOCK_SIZE)
-    model.rope.reserve(len(ids))
+    largest = min(chunk, len(ids))
+    compiled = CompiledModel(model, KVCache(model.config, count, BLOCK_SIZE), StepLimits(largest, largest, 1, len(ids)))
     for first in range(0, len(ids), chunk):
         part = ids[first : first + chunk]
-        yield model.states(build_step([Span(part, first, range(count), TokenClass.PREFILL, len(part))], BLOCK_SIZE), cache)
+        yield torch.from_numpy(compiled.states(build_step([Span(part, first, range(count), len(part))], BLOCK_SIZE)).copy())
 
 
 def head_logits(head: Projection, states: torch.Tensor) -> NDArray[np.float32]:
     """Logits f32 [rows, vocab] of final states f32 [rows, hidden]; a row's bits do not depend on the rows beside it."""
-    logits: NDArray[np.float32] = head(states, Rows(len(states), len(states))).numpy()
+    logits: NDArray[np.float32] = head(states).numpy()
     return logits
 
 

@@ -13,23 +13,28 @@ from numpy.typing import NDArray
 
 from arctool.errors import FormatError, RequestError, SourceError
 from arctool.kernels.registry import Registry, default_registry
-from arctool.quant.tensor import Weight
+from arctool.quant.tensor import Weight, of_stack
 from arctool.run.chat import ChatTemplate, Message, load_template
 from arctool.run.config import ModelConfig
 from arctool.run.engine import Completion, Engine, Update
 from arctool.run.kv.cache import plan_cache
 from arctool.run.models import architecture
+from arctool.run.models.experts import as_stored, stack_shape, stacked
 from arctool.run.runner import ModelRunner
-from arctool.run.sampling_params import SamplingParams
+from arctool.run.sampling.params import SamplingParams
 from arctool.run.scheduler import MAX_STEP_TOKENS, PREFILL_FLOOR
 from arctool.run.tokenizer import TOKENIZER_FILE, Tokenizer, json_asset
 from arctool.run.weights import WeightSource, load_model
 from arctool.uqff.container import Artifact, open_artifact
+from arctool.uqff.discovery import CONFIG_NAME
 from arctool.uqff.strangers import strangers
 
 GENERATION_FILE = "generation_config.json"
 MAX_PROMPT_CHARACTERS = 2_000_000
 """More than a context of 200,000 tokens holds of ordinary text."""
+
+PARTS = 3
+"""Stacks of one layer: so many are kept in hand while its experts are asked for one after the other."""
 
 Prompt = str | Ordered[int]
 
@@ -53,7 +58,10 @@ class EngineOptions:
 
 
 class ArtifactSource:
-    """A UQFF artifact as a source of weights. Raises FormatError where its config.json describes no model that we run."""
+    """A UQFF artifact as a source of weights. Raises FormatError where its config.json describes no model that we run.
+
+    Experts may lie by themselves, or in the stacks [experts, out, in] that mistral.rs makes.
+    """
 
     def __init__(self, artifact: Artifact) -> None:
         self._artifact = artifact
@@ -61,8 +69,10 @@ class ArtifactSource:
             self.config = ModelConfig.from_hf(artifact.config_json, str(artifact.directory / "config.json"))
         except SourceError as error:
             raise FormatError(str(error)) from error
-        found = architecture(self.config.architecture, "config.json").tensors(self.config)
-        complaint = next(strangers(artifact, {spec.name for spec in found}), None)
+        found = architecture(self.config.architecture, "config.json")
+        self._places = stacked(self.config, found.experts, set(artifact.keys()))
+        self._stacks: dict[str, Weight] = {}
+        complaint = next(strangers(artifact, as_stored(self.config, found.tensors(self.config), self._places)), None)
         if complaint is not None:
             raise FormatError(f"{complaint}; leaving it out would change the model: `arctool verify` tells all")
 
@@ -71,7 +81,15 @@ class ArtifactSource:
         return self._artifact.assets
 
     def weight(self, key: str) -> Weight:
-        return self._artifact.weight(key)
+        place = self._places.get(key)
+        if place is None:
+            return self._artifact.weight(key)
+        if place.stack not in self._stacks:
+            stack = self._artifact.weight(place.stack)
+            if stack.shape != (shape := stack_shape(self.config, place.stack)):
+                raise FormatError(f"{place.stack}.weight: {CONFIG_NAME} implies shape {list(shape)}, found {list(stack.shape)}")
+            self._stacks = {**dict(list(self._stacks.items())[1 - PARTS :]), place.stack: stack}
+        return of_stack(self._stacks[place.stack], place.expert)
 
     def bias(self, key: str) -> NDArray[np.float32] | None:
         return self._artifact.bias(key)
@@ -101,7 +119,13 @@ class LLM:
             block_size=options.block_size,
             kv_dtype=options.kv_dtype,
         )
-        self.runner = ModelRunner(load_model(weights, self.registry), plan)
+        self.runner = ModelRunner(
+            load_model(weights, self.registry),
+            plan,
+            max_tokens=options.max_step_tokens,
+            max_seqs=options.max_seqs,
+            registry=self.registry,
+        )
         self.engine = Engine(
             self.runner,
             self.tokenizer,

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Set
 from dataclasses import dataclass, field
 
 from arctool.run.detokenizer import StopStrings, StreamDecoder
-from arctool.run.sampler import Sampled, TokenLogprobs
+from arctool.run.sampling.sampler import Sampled, TokenLogprobs
 from arctool.run.sequence import FinishReason, Sequence
 from arctool.run.tokenizer import Tokenizer
 
@@ -71,6 +70,7 @@ class Sample:
         if result.token is None:
             raise ValueError("a row without a token cannot be accepted")
         sequence.output_ids.append(result.token)
+        sequence.state.push(result.token)
         if result.logprobs is not None:
             sequence.logprobs.append(result.logprobs)
         if self.first_token is None:
@@ -100,34 +100,29 @@ class Sample:
 
     def _text_and_reason(self, token: int, ends: Set[int]) -> tuple[str, FinishReason | None]:
         sequence, params = self.sequence, self.sequence.params
-        stopping = (token in ends and not params.ignore_eos) or token in params.stop_token_ids
+        too_short = len(sequence.output_ids) < params.min_tokens
+        ends_it = (token in ends and not params.ignore_eos) or token in params.stop_token_ids
         text = ""
         if self.decoder is not None:
             # A token that ends the text is not part of it, even where it would decode to something.
-            piece = self.stops.push("" if stopping else self.decoder.push(token))
+            piece = self.stops.push("" if ends_it else self.decoder.push(token), too_short=too_short)
             if piece.stopped:
                 return piece.text, FinishReason.STOP
             text = piece.text
-        if not stopping and len(sequence.output_ids) < sequence.max_tokens:
+        complete = ends_it or sequence.state.finished
+        if not complete and len(sequence.output_ids) < sequence.max_tokens:
             return text, None
         if self.decoder is not None:
-            last = self.stops.push(self.decoder.flush())
+            last = self.stops.push(self.decoder.flush(), too_short=too_short)
             text += last.text
             if last.stopped:
                 return text, FinishReason.STOP
             text += self.stops.flush()
-        return text, FinishReason.STOP if stopping else FinishReason.LENGTH
+        return text, FinishReason.STOP if complete else FinishReason.LENGTH
 
 
 def new_sample(request_id: int, sequence: Sequence, tokenizer: Tokenizer | None, arrived: float) -> Sample:
     """A sample that has no tokens yet. Without a tokenizer its text stays empty."""
     decoder = None if tokenizer is None else StreamDecoder(tokenizer)
-    return Sample(request_id, sequence, decoder, StopStrings(sequence.params.stop), arrived)
-
-
-def sample_seed(seed: int, index: int) -> int:
-    """The seed of a request's sample `index`: the first one has the request's own, the others share nothing with it or its neighbours."""
-    if index == 0:
-        return seed
-    digest = hashlib.sha256(f"arctool sample {seed % (1 << 64)} {index}".encode()).digest()
-    return int.from_bytes(digest[:8], "little")
+    stops = StopStrings(sequence.params.stop, include=sequence.params.include_stop_str_in_output)
+    return Sample(request_id, sequence, decoder, stops, arrived)

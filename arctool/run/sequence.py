@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from arctool.run.kv.blocks import BlockTable
-from arctool.run.sampler import TokenLogprobs
-from arctool.run.sampling_params import SamplingParams
+from arctool.run.sampling.params import SamplingParams
+from arctool.run.sampling.sampler import TokenLogprobs
+from arctool.run.sampling.state import RowState
 
 
 class Status(Enum):
@@ -33,7 +34,8 @@ class Sequence:
     """The state of one sample. Everything that belongs to a row lives here, so that it moves with the row.
 
     `max_tokens` and `seed` are resolved (params may leave them open). `index`: which of its request's samples it is.
-    `computed`: how many of its tokens are in the cache. `hit`: how many of its prompt the prefix cache had when it first started.
+    `state`: what the sampler remembers of it. `computed`: how many of its tokens are in the cache. `hit`: how many tokens of its
+    prompt the prefix cache had when it first started.
 
     The scheduler's: `arrival` counts up by request; `last_step`: when it last advanced; `preemptions`: how often it lost its blocks;
     `overtaken`: by how many that came later, because it did not fit.
@@ -48,6 +50,7 @@ class Sequence:
     index: int = 0
     output_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    state: RowState = field(default_factory=RowState)
     computed: int = 0
     hit: int = 0
     status: Status = Status.PENDING

@@ -60,6 +60,10 @@ class Tokenizer:
         """Whether a token is special, and so never part of the text."""
         return token in self._hidden
 
+    def to_json(self) -> str:
+        """The text of a tokenizer.json, for libraries that read one themselves."""
+        return str(self._tokenizer.to_str())
+
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
         """The id of the end token that the tokenizer itself names."""

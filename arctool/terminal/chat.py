@@ -6,14 +6,16 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
 
-from arctool.errors import RequestError
+from arctool.errors import RequestError, SourceError, UsageError
 from arctool.run.engine import Completion, Update
 from arctool.run.llm import LLM
-from arctool.run.sampling_params import SamplingParams
+from arctool.run.sampling.constraint import MAX_SOURCE_BYTES, Constraint
+from arctool.run.sampling.params import SamplingParams
 
 HELP = "/help this text · /clear forget the conversation · /system TEXT set the system prompt · /exit leave (or Ctrl-D)"
 
@@ -35,6 +37,21 @@ def answer(llm: LLM, prompt: str, system: str, params: SamplingParams, raw: bool
     if raw or llm.template is None:
         return llm.stream(prompt, params)
     return llm.stream_chat(Conversation(system, [{"role": "user", "content": prompt}]).messages(), params)
+
+
+def constraint(json_schema: Path | None, regex: str | None) -> Constraint | None:
+    """What the two options demand of the answer. Raises UsageError for both at once, SourceError for a file that cannot be read."""
+    if json_schema is not None and regex is not None:
+        raise UsageError("--json-schema and --regex: an answer can be held to one of them")
+    if regex is not None:
+        return Constraint("regex", regex)
+    if json_schema is None:
+        return None
+    try:
+        with json_schema.open("rb") as file:
+            return Constraint("json_schema", file.read(MAX_SOURCE_BYTES + 1).decode("utf-8"))
+    except (OSError, ValueError) as error:
+        raise SourceError(f"{json_schema}: expected a JSON schema: {error}") from error
 
 
 def piped_prompt() -> str:

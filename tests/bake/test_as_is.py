@@ -28,10 +28,12 @@ TYPES = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "F16")
 Q_PROJ, UP_PROJ = "model.layers.0.self_attn.q_proj", "model.layers.1.mlp.up_proj"
 
 
-@pytest.mark.parametrize("arch", ["llama", "qwen2"])
+@pytest.mark.parametrize(("name", "arch"), [("llama", "llama"), ("qwen2", "qwen2"), ("mixtral", "llama"), ("qwen3_moe", "qwen3moe")])
 @pytest.mark.parametrize("kind", TYPES)
-def test_the_blocks_of_a_gguf_are_those_of_the_artifact(kind: str, arch: str, tiny_checkpoints: dict[str, Path], tmp_path: Path) -> None:
-    source = tiny_checkpoints[arch]
+def test_the_blocks_of_a_gguf_are_those_of_the_artifact(
+    kind: str, name: str, arch: str, tiny_checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    source = tiny_checkpoints[name]
     gguf = write_gguf(source, tmp_path / "a.gguf", arch, tensor_type=GGMLQuantizationType[kind])
     bake_model(str(gguf), tmp_path / "a", "as-is", calib=None)
     original = load_file(source / "model.safetensors")

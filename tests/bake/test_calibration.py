@@ -6,6 +6,7 @@ import errno
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -19,10 +20,9 @@ from arctool.bake.calibration.hessian import damping
 from arctool.bake.calibration.stream import Calibration, Measured, Stage, one_thread_per_call
 from arctool.bake.source.checkpoint import Checkpoint, open_checkpoint
 from arctool.errors import SourceError, StorageError
-from arctool.kernels.registry import TokenClass, default_registry
+from arctool.kernels.registry import default_registry
 from arctool.quant.tensor import DenseTensor
 from arctool.run.kv.blocks import blocks_for
-from arctool.run.kv.cache import KVCache
 from arctool.run.models.spec import EMBEDDING_KEY, Role
 from arctool.run.step import Span, build_step
 from arctool.run.weights import load_model
@@ -73,13 +73,12 @@ def engines_states(checkpoint: Checkpoint, ids: NDArray[np.int32]) -> list[NDArr
     """Hidden states f32 [tokens, hidden] after the embedding and after every layer, as the engine computes one window."""
     model = load_model(checkpoint, default_registry())
     count = blocks_for(len(ids), 16)
-    cache = KVCache(checkpoint.config, count, 16)
-    step = build_step([Span(ids.tolist(), 0, range(count), TokenClass.PREFILL, 0)], 16)
+    step = build_step([Span(ids.tolist(), 0, range(count), 0)], 16)
     model.rope.reserve(len(ids))
     with torch.inference_mode():
-        states = [model.embedding(step.ids)]
+        states = [model.embedding(torch.from_numpy(step.ids))]
         for block in model.blocks:
-            states.append(block(states[-1], step, model.rope.at(step.positions), cache))
+            states.append(block(states[-1], step, model.rope.at(torch.from_numpy(step.positions))))
     return [values.numpy() for values in states]
 
 
@@ -96,25 +95,57 @@ def test_the_hidden_states_are_the_engines_after_every_layer(tiny_checkpoint: Pa
         assert np.abs(want[0] - want[1]).max() > 0.1 * np.abs(want).max(), "windows must not be alike"
 
 
-def seen_by_transformers(directory: Path) -> dict[str, NDArray[np.float64]]:
-    """E[x xᵀ] f64 of every linear layer's input over all windows, and under "states" the last hidden states."""
+@dataclass
+class Seen:
+    """What a linear layer of transformers read over all windows: E[x xᵀ] f64, and of how many rows."""
+
+    hessian: NDArray[np.float64]
+    rows: int
+
+
+def moments(rows: torch.Tensor) -> Seen:
+    x = rows.double().numpy()
+    return Seen(x.T @ x / len(x), len(x))
+
+
+def seen_by_transformers(directory: Path) -> dict[str, Seen]:
+    """By key; an expert's rows are those of its own tokens and of so many guests as half its input is wide."""
     model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
-    sums: dict[str, NDArray[np.float64]] = {}
+    read: dict[str, list[tuple[torch.Tensor, ...]]] = {}
 
     def watch(name: str) -> Callable[..., None]:
         def look(module: torch.nn.Module, given: tuple[torch.Tensor, ...], result: torch.Tensor) -> None:
-            x = given[0].reshape(-1, given[0].shape[-1]).double().numpy()
-            sums[name] = sums.get(name, 0) + x.T @ x / IDS.size
+            rows = (given[0].reshape(-1, given[0].shape[-1]), *given[1:])
+            read.setdefault(name, []).append(rows)
 
         return look
 
     for name, module in model.named_modules():
-        if isinstance(module, torch.nn.Linear):
+        if isinstance(module, torch.nn.Linear) or name.endswith((".mlp.gate", ".mlp.experts")):
             module.register_forward_hook(watch(name))
     with torch.no_grad():
         for ids in IDS:
             model(torch.from_numpy(ids[None].astype(np.int64)))
-    return sums
+    whole = {name: [torch.cat(parts) for parts in zip(*calls, strict=True)] for name, calls in read.items()}
+    block, parts = ("block_sparse_moe", "w1 w3 w2") if directory.name == "mixtral" else ("mlp", "gate_proj up_proj down_proj")
+    found = {}
+    for name, (x, *routing) in whole.items():
+        if not routing:
+            found[name.replace("mlp.gate", f"{block}.gate") if name.endswith(".mlp.gate") else name] = moments(x)
+            continue
+        experts = model.get_submodule(name)
+        for expert in range(experts.num_experts):
+            own = (routing[0] == expert).any(-1).nonzero()[:, 0]
+            gate, up, down = (f"{name.replace('mlp', block)}.{expert}.{part}" for part in parts.split())
+            weights = experts.gate_up_proj[expert].detach()
+            for keys, width in (((gate, up), 64), ((down,), weights.shape[0] // 2)):
+                guests = torch.arange(width // 2) * IDS.size // (width // 2)
+                rows = x[torch.cat((own, guests))]
+                if keys == (down,):
+                    left, right = (rows @ weights.T).chunk(2, -1)
+                    rows = torch.nn.functional.silu(left) * right
+                found |= dict.fromkeys(keys, moments(rows))
+    return found
 
 
 def test_every_stage_sees_what_transformers_layers_see(tiny_checkpoint: Path, pool: ThreadPoolExecutor) -> None:
@@ -125,9 +156,9 @@ def test_every_stage_sees_what_transformers_layers_see(tiny_checkpoint: Path, po
         for layer in range(calibration.layers):
             names = [[linear.key for linear in stage.linears] for stage in calibration.stages(layer)]
             for keys, measured in zip(names, through(calibration, checkpoint, layer), strict=True):
-                assert (measured.rows, measured.dropped, measured.doubt) == (IDS.size, 0, None)
+                assert (measured.rows, measured.dropped, measured.doubt) == (wanted[keys[0]].rows, 0, None)
                 for key in keys:
-                    want = wanted[key]
+                    want = wanted[key].hessian
                     np.testing.assert_allclose(measured.hessian, want, rtol=0, atol=3e-5 * np.abs(want).max())
                 seen.update(keys)
         if not checkpoint.config.tie_word_embeddings:
@@ -135,9 +166,11 @@ def test_every_stage_sees_what_transformers_layers_see(tiny_checkpoint: Path, po
             measured, inputs, _ = calibration.measure(head, True)
             assert measured is not None
             assert inputs is None
-            np.testing.assert_allclose(measured.hessian, wanted["lm_head"], rtol=0, atol=3e-5 * np.abs(wanted["lm_head"]).max())
+            want = wanted["lm_head"].hessian
+            np.testing.assert_allclose(measured.hessian, want, rtol=0, atol=3e-5 * np.abs(want).max())
             seen.add("lm_head")
-    assert seen | {"lm_head"} == set(wanted)
+    assert seen | {"lm_head"} == set(wanted) | {"lm_head"}
+    assert all(seen.rows == IDS.size for key, seen in wanted.items() if ".experts." not in key)
 
 
 def test_what_is_not_wanted_is_not_measured(tiny_llama: Path, pool: ThreadPoolExecutor) -> None:

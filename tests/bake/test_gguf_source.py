@@ -30,22 +30,26 @@ TEXTS = (
 )
 
 
-@pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3"])
+ARCHS = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "mixtral": "llama", "qwen3_moe": "qwen3moe"}
+"""Tiny checkpoint → what GGUF calls its architecture."""
+
+
+@pytest.mark.parametrize("name", ARCHS)
 def test_a_gguf_file_gives_the_tensors_of_the_checkpoint_it_was_made_from(
-    arch: str, tiny_checkpoints: dict[str, Path], tmp_path: Path
+    name: str, tiny_checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
-    source = tiny_checkpoints[arch]
-    checkpoint = open_checkpoint(str(write_gguf(source, tmp_path / "m.gguf", arch)))
+    source = tiny_checkpoints[name]
+    checkpoint = open_checkpoint(str(write_gguf(source, tmp_path / "m.gguf", ARCHS[name])))
     original = load_file(source / "model.safetensors")
     assert set(checkpoint.names()) == set(original)
-    for name, values in original.items():
-        np.testing.assert_array_equal(checkpoint.tensor(name), values, err_msg=name)
+    for tensor, values in original.items():
+        np.testing.assert_array_equal(checkpoint.tensor(tensor), values, err_msg=tensor)
 
 
-@pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3"])
-def test_a_gguf_file_gives_the_same_model_config_as_the_checkpoint(arch: str, tiny_checkpoints: dict[str, Path], tmp_path: Path) -> None:
-    checkpoint = open_checkpoint(str(write_gguf(tiny_checkpoints[arch], tmp_path / "m.gguf", arch)))
-    assert checkpoint.config == open_checkpoint(str(tiny_checkpoints[arch])).config
+@pytest.mark.parametrize("name", ARCHS)
+def test_a_gguf_file_gives_the_same_model_config_as_the_checkpoint(name: str, tiny_checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(str(write_gguf(tiny_checkpoints[name], tmp_path / "m.gguf", ARCHS[name])))
+    assert checkpoint.config == open_checkpoint(str(tiny_checkpoints[name])).config
     assert checkpoint.terms.licence == "apache-2.0"
     assert json.loads(checkpoint.assets["generation_config.json"]) == {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2}
 
@@ -180,7 +184,7 @@ def _transformers_llama3_factors(theta: float, head_dim: int, factor: float) -> 
         ({"llama.attention.head_count": None}, "llama.attention.head_count"),
         ({"llama.feed_forward_length": "wide"}, "llama.feed_forward_length"),
         ({"llama.rope.dimension_count": 8}, "llama.rope.dimension_count"),
-        ({"llama.expert_count": 8}, "llama.expert_count"),
+        ({"llama.expert_count": 8}, "llama.expert_used_count"),
         ({"llama.rope.scaling.type": "longrope"}, "llama.rope.scaling.type"),
         ({"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 4.0}, "llama.rope.scaling.type"),
         ({"llama.rope.scaling.attn_factor": 1.2}, "llama.rope.scaling.attn_factor"),

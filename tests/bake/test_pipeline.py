@@ -19,7 +19,7 @@ from arctool.kernels.registry import default_registry
 from arctool.quant.bf16 import from_bf16
 from arctool.quant.tensor import DenseTensor, GgmlTensor, TrellisTensor
 from arctool.run.llm import LLM
-from arctool.run.sampling_params import SamplingParams
+from arctool.run.sampling.params import SamplingParams
 from arctool.uqff.container import open_artifact
 
 QTIP4 = Recipe.uniform("qtip4")
@@ -35,8 +35,9 @@ def test_the_plan_has_every_tensor_once_and_no_bias(tiny_checkpoint: Path) -> No
         assert [task.spec.name for task in tasks] == [name for name in checkpoint.names() if not name.endswith(".bias")]
         assert [task.index for task in tasks] == list(range(len(tasks)))
         quantised = [task.spec.key for task in tasks if task.choice.rung == "qtip4"]
-        assert all(key.startswith("model.layers.") and key.endswith("_proj") for key in quantised)
-        assert len(quantised) == 7 * checkpoint.config.num_layers
+        assert all(key.startswith("model.layers.") and key.endswith(("_proj", ".w1", ".w2", ".w3")) for key in quantised)
+        experts = {"mixtral": 2 * 4, "qwen3_moe": 1 + 8}.get(tiny_checkpoint.name, checkpoint.config.num_layers)
+        assert len(quantised) == 4 * checkpoint.config.num_layers + 3 * experts
 
 
 def test_progress_counts_every_tensor_and_names_rung_and_error(tiny_llama: Path, tmp_path: Path) -> None:
@@ -66,12 +67,12 @@ def test_weights_are_near_the_source_and_norms_and_biases_are_the_source(tiny_ch
                     stored = artifact.bias(spec.key)
                     assert stored is not None
                     assert stored.tobytes() == source.tobytes()
-                elif spec.name.endswith("norm.weight"):
+                elif spec.name.endswith(("norm.weight", ".gate.weight")):
                     assert artifact.residual(spec.name).dense().tobytes() == source.tobytes()
                 else:
                     weight = artifact.weight(spec.key)
                     error = ((weight.dense() - source) ** 2).sum() / (source**2).sum()
-                    layer = spec.name.endswith("_proj.weight")
+                    layer = spec.name.endswith(("_proj.weight", ".w1.weight", ".w2.weight", ".w3.weight"))
                     assert isinstance(weight, TrellisTensor if layer else GgmlTensor)
                     assert 0 < error < (0.012 if layer else 5e-5)
 

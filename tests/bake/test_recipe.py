@@ -31,6 +31,7 @@ def model(in_features: int = 64) -> tuple[TensorSpec, ...]:
             TensorSpec(f"model.layers.{layer}.self_attn.v_proj.bias", (32,), Role.BIAS, layer),
             linear(layer, "mlp.down_proj", in_features),
             TensorSpec(f"model.layers.{layer}.input_layernorm.weight", (64,), Role.NORM, layer),
+            TensorSpec(f"model.layers.{layer}.mlp.gate.weight", (4, 64), Role.ROUTER, layer),
         ]
     return (*specs, HEAD)
 
@@ -66,7 +67,8 @@ def test_a_uniform_recipe_gives_every_linear_layer_its_choice_and_the_vocabulary
     found.check(model())
     by_role = {role: {found.choose(spec, LAYERS).rung for spec in model() if spec.role is role} for role in Role}
     table = "bf16" if name == "bf16" else "q8_0"
-    assert by_role == {Role.LINEAR: {name}, Role.EMBEDDING: {table}, Role.HEAD: {table}, Role.NORM: {"bf16"}, Role.BIAS: {"bf16"}}
+    kept = {role: {"bf16"} for role in (Role.NORM, Role.BIAS, Role.ROUTER)}
+    assert by_role == {Role.LINEAR: {name}, Role.EMBEDDING: {table}, Role.HEAD: {table}, **kept}
 
 
 @pytest.mark.parametrize("name", ["bf16", "q8_0", *RUNGS])
@@ -339,3 +341,23 @@ def test_capitals_are_no_other_type() -> None:
     assert Recipe.uniform("Q8_0") == Recipe.uniform("q8_0")
     assert Recipe.uniform("Q4_K") == Recipe.uniform("q4k")
     assert Recipe.uniform("BF16") == Recipe.uniform("bf16")
+
+
+@pytest.mark.parametrize(
+    ("match", "named"),
+    [
+        ("*", False),
+        ("*.mlp.*", False),
+        ("*gate*", False),
+        ("*.gate_proj", False),
+        ("model.layers.0.*", False),
+        ("*.gate", True),
+        ("model.layers.0.mlp.gate", True),
+    ],
+)
+def test_a_router_is_quantised_by_a_rule_of_its_very_name_alone(match: str, named: bool, tmp_path: Path) -> None:
+    router = TensorSpec("model.layers.0.mlp.gate.weight", (4, 64), Role.ROUTER, 0)
+    loaded = recipe(tmp_path, f'rules: [{{match: "{match}", isq: q8_0}}]')
+    assert loaded.choose(router, LAYERS).rung == ("q8_0" if named else "bf16")
+    ranged = recipe(tmp_path, f"0-{LAYERS}: {{isq: qtip4}}")
+    assert ranged.choose(router, LAYERS) == Choice("bf16", "router is not quantised")

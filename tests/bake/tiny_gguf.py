@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,8 @@ NAMES = (
     ("self_attn.o_proj", "attn_output"),
     ("self_attn.q_norm", "attn_q_norm"),
     ("self_attn.k_norm", "attn_k_norm"),
+    ("block_sparse_moe.gate", "ffn_gate_inp"),
+    ("mlp.gate.", "ffn_gate_inp."),
     ("mlp.gate_proj", "ffn_gate"),
     ("mlp.up_proj", "ffn_up"),
     ("mlp.down_proj", "ffn_down"),
@@ -45,6 +48,22 @@ def permute(rows: NDArray[np.float32], heads: int) -> NDArray[np.float32]:
     return rows[order]
 
 
+EXPERT = re.compile(r"(model\.layers\.\d+)\.\w+\.experts\.\d+\.(\w+)\.weight")
+STACKS = {"w1": "gate", "w3": "up", "w2": "down", "gate_proj": "gate", "up_proj": "up", "down_proj": "down"}
+
+
+def with_stacks(tensors: Mapping[str, NDArray[np.float32]]) -> dict[str, NDArray[np.float32]]:
+    """The tensors with all experts of a kind and layer one above the other, [experts, out, in]: they come in the order of their numbers."""
+    found: dict[str, Any] = {}
+    for name in sorted(tensors, key=lambda name: [int(part) if part.isdigit() else 0 for part in name.split(".")]):
+        match = EXPERT.fullmatch(name)
+        if match is None:
+            found[name] = tensors[name]
+        else:
+            found.setdefault(f"{match[1]}.ffn_{STACKS[match[2]]}_exps.weight", []).append(tensors[name])
+    return {name: np.stack(values) if isinstance(values, list) else values for name, values in found.items()}
+
+
 def write_gguf(
     directory: Path,
     target: Path,
@@ -62,10 +81,10 @@ def write_gguf(
     for key, value in fields.items():
         _add(writer, key, value)
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
-    for name, values in load_file(directory / "model.safetensors").items():
+    for name, values in with_stacks(load_file(directory / "model.safetensors")).items():
         part = name.split(".")[-2]
         rows = permute(values, heads[part]) if arch == "llama" and part in heads else values
-        kind = tensor_type if rows.ndim == 2 else GGMLQuantizationType.F32
+        kind = tensor_type if rows.ndim >= 2 and not name.endswith("gate.weight") else GGMLQuantizationType.F32
         writer.add_tensor(gguf_name(name), quantize(rows, kind), raw_dtype=kind)
     for name, values in (tensors or {}).items():
         writer.add_tensor(name, values)
@@ -89,7 +108,17 @@ def _fields(config: Mapping[str, Any], arch: str) -> dict[str, Any]:
         f"{arch}.attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
         f"{arch}.rope.freq_base": config["rope_theta"],
         "general.license": "apache-2.0",
+        **_expert_fields(config, arch),
     }
+
+
+def _expert_fields(config: Mapping[str, Any], arch: str) -> dict[str, Any]:
+    experts = config.get("num_local_experts", config.get("num_experts"))
+    if experts is None:
+        return {}
+    fields = {f"{arch}.expert_count": experts, f"{arch}.expert_used_count": config["num_experts_per_tok"]}
+    width = config.get("moe_intermediate_size")
+    return fields if width is None else {**fields, f"{arch}.expert_feed_forward_length": width}
 
 
 def _tokenizer_fields(directory: Path, config: Mapping[str, Any], pre: str) -> dict[str, Any]:

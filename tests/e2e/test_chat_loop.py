@@ -17,7 +17,7 @@ from commands import MODULE, ok
 from zygote import Zygote
 
 from arctool.run.llm import LLM
-from arctool.run.sampling_params import SamplingParams
+from arctool.run.sampling.params import SamplingParams
 
 PROMPT = "> "
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
@@ -191,9 +191,17 @@ def test_lines_from_a_pipe_are_a_conversation_too(zygote: Zygote, tiny_artifact:
     assert done.stderr == ""
 
 
+def test_an_answer_is_held_to_a_schema_or_an_expression(zygote: Zygote, tiny_artifact: Path, tmp_path: Path) -> None:
+    (tmp_path / "schema.json").write_text('{"enum": ["yes", "no"]}')
+    asked = ("run", tiny_artifact, "-p", "one two", "--temperature", "2", "--seed", "3")
+    assert ok(zygote.run(*asked, "--json-schema", tmp_path / "schema.json")).stdout.strip() in ('"yes"', '"no"')
+    penalties = ("--repetition-penalty", "1.2", "--presence-penalty", "1", "--frequency-penalty", "1", "--typical-p", "0.9")
+    assert re.fullmatch("[0-9]{3}-[a-z]{2}", ok(zygote.run(*asked, "--regex", "[0-9]{3}-[a-z]{2}", *penalties)).stdout.strip())
+
+
 def test_control_c_during_a_single_answer_ends_with_130(zygote: Zygote, tiny_artifact: Path) -> None:
     hook = (
-        "import os, signal\nfrom arctool.run.sampler import sample\nimport arctool.run.engine as engine\nsteps = 0\n"
+        "import os, signal\nfrom arctool.run.sampling.sampler import sample\nimport arctool.run.engine as engine\nsteps = 0\n"
         "def third(*arguments):\n    global steps\n    steps += 1\n    if steps == 3:\n        os.kill(os.getpid(), signal.SIGINT)\n"
         "    return sample(*arguments)\nengine.sample = third"
     )

@@ -13,7 +13,7 @@ from arctool.bake.source.checkpoint import open_checkpoint
 from arctool.kernels.registry import default_registry
 from arctool.run.evaluate import logits
 from arctool.run.llm import LLM, ArtifactSource
-from arctool.run.sampling_params import SamplingParams
+from arctool.run.sampling.params import SamplingParams
 from arctool.run.weights import WeightSource, load_model
 from arctool.uqff.container import open_artifact
 

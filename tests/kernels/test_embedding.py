@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -10,8 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from arctool.errors import GeometryError
-from arctool.kernels.cpu import products
-from arctool.kernels.registry import Registry, TokenClass, default_registry, embedding_name
+from arctool.kernels.registry import Registry, default_registry, embedding_name
 from arctool.quant.codebooks import RUNGS
 from arctool.quant.ggml import Q8_0
 from arctool.quant.hadamard import Rotation
@@ -66,19 +67,34 @@ def test_the_rows_are_those_of_the_oracles_matrix_bit_for_bit_and_counted_by_kin
     assert embedding_name(prepared.kind) in listed
 
 
-@pytest.mark.parametrize("name", TABLES)
-def test_only_the_rows_asked_for_are_decoded(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    shapes = []
+GUARDED = """
+import ctypes, mmap
+import numpy as np, torch
+from arctool.kernels.registry import default_registry
+from arctool.quant.ggml import Q8_0
+from arctool.quant.tensor import DenseTensor, GgmlTensor
 
-    def spy(prepared: object, dense: NDArray[np.float32]) -> None:
-        shapes.append((prepared.out_features, dense.shape))  # type: ignore[attr-defined]
-        honest(prepared, dense)  # type: ignore[arg-type]
+memory = mmap.mmap(-1, 3 * mmap.PAGESIZE)
+stored = np.frombuffer(memory, np.uint8)
+inside = stored[mmap.PAGESIZE : 2 * mmap.PAGESIZE]
+inside[:] = 1
+dense = DenseTensor(stored.view(np.float32).reshape(-1, 256))
+packed = GgmlTensor(Q8_0, 32, stored[: stored.size // 34 * 34].reshape(-1, 34))
+registry = default_registry()
+prepared = registry.prepare(dense), registry.prepare(packed)
+libc = ctypes.CDLL(None, use_errno=True)
+for page in (0, 2):
+    assert libc.mprotect(ctypes.c_void_p(stored.ctypes.data + page * mmap.PAGESIZE), mmap.PAGESIZE, 0) == 0
+for weight, row in ((prepared[0], mmap.PAGESIZE // 1024 + 1), (prepared[1], mmap.PAGESIZE // 34 + 2)):
+    assert len(set(registry.embedding(torch.tensor([row, row]), weight).numpy().ravel().tolist())) == 1
+print("untouched")
+"""
 
-    honest = products.decode_into
-    monkeypatch.setattr(products, "decode_into", spy)
-    registry = default_registry()
-    registry.embedding(torch.tensor([9, 4, 9]), registry.prepare(TABLES[name][0]))
-    assert shapes == [(3, (3, HIDDEN))]
+
+def test_no_row_is_touched_but_those_asked_for() -> None:
+    """The pages around the wanted row cannot be read: whoever did would die."""
+    done = subprocess.run([sys.executable, "-c", GUARDED], capture_output=True, text=True, check=False)
+    assert done.stdout == "untouched\n", done.stderr
 
 
 def test_a_table_whose_rows_are_mixed_is_refused_by_the_number_that_it_mixes() -> None:
@@ -96,6 +112,6 @@ def test_a_tied_head_is_the_same_tensor(name: str) -> None:
     prepared = registry.prepare(TABLES[name][0])
     ids = torch.tensor([3, 50, 95])
     rows = registry.embedding(ids, prepared)
-    logits = registry.linear(rows, prepared, TokenClass.DECODE)
+    logits = registry.linear(rows, prepared)
     dense = TABLES[name][0].dense().astype(np.float64)
     np.testing.assert_allclose(logits.numpy(), dense[ids.numpy()] @ dense.T, rtol=0, atol=1e-3)

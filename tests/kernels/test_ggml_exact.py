@@ -9,14 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from arctool.kernels.cpu import products
-from arctool.kernels.cpu.ggml import DOT, EXPAND
+from arctool.kernels.cpu.ggml import EXPAND
 from arctool.kernels.cpu.ir import dot_oracle
 from arctool.kernels.decoders import decoders
-from arctool.kernels.prepared import GGML_KINDS, prepare_dense
-from arctool.kernels.registry import Registry, TokenClass, default_registry
+from arctool.kernels.prepared import GGML_KINDS
+from arctool.kernels.registry import Registry, default_registry
 from arctool.quant.ggml import GGML_TYPES, Q8_0, GgmlType
-from arctool.quant.tensor import DenseTensor, GgmlTensor
+from arctool.quant.tensor import GgmlTensor
 
 HALVES = np.arange(1 << 16, dtype=np.uint16)
 FINITE = HALVES[np.isfinite(HALVES.view(np.float16))]
@@ -55,7 +54,6 @@ def registry() -> Registry:
 
 def test_every_ggml_type_has_its_row_functions_and_its_kind() -> None:
     assert set(EXPAND) == set(GGML_KINDS) == set(GGML_TYPES)
-    assert set(DOT) == {"q8_0"}  # the others are expanded and dotted
     assert all(kind == f"ggml-{name}" for name, kind in GGML_KINDS.items())
 
 
@@ -78,13 +76,13 @@ def test_every_finite_half_is_a_factor_of_every_type(kind: GgmlType, registry: R
 
 
 @every_type
-def test_every_types_fused_product_is_the_oracle_dot_whether_one_token_or_several(kind: GgmlType, registry: Registry) -> None:
+def test_every_types_product_is_the_oracle_dot_whether_one_token_or_several(kind: GgmlType, registry: Registry) -> None:
     for in_features in widths(kind):
         tensor, x = gaussian(21, in_features, kind=kind), tokens(3, in_features)
         expected = np.array([dot_oracle(tensor.dense(), row) for row in x], np.float32)
         weight = registry.prepare(tensor)
         for count in (0, 1, 2, 3):
-            got = registry.linear(torch.from_numpy(x[:count]), weight, TokenClass.DECODE).numpy()
+            got = registry.linear(torch.from_numpy(x[:count]), weight).numpy()
             np.testing.assert_array_equal(got.view(np.uint32), expected[:count].view(np.uint32))
         assert np.abs(expected - x @ tensor.dense().T).max() < 1e-3
 
@@ -143,46 +141,45 @@ def test_decoding_is_exact_on_any_bytes(data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("count", [0, 1, 2, 5])
 @pytest.mark.parametrize("in_features", [32, 64, 160, 576])
-def test_the_fused_product_is_the_oracle_dot_whether_one_token_or_several(count: int, in_features: int, registry: Registry) -> None:
+def test_the_product_is_the_oracle_dot_whether_one_token_or_several(count: int, in_features: int, registry: Registry) -> None:
     tensor, x = gaussian(37, in_features), tokens(count, in_features)
     expected = np.array([dot_oracle(tensor.dense(), row) for row in x], np.float32).reshape(count, 37)
-    got = registry.linear(torch.from_numpy(x), registry.prepare(tensor), TokenClass.DECODE).numpy()
+    got = registry.linear(torch.from_numpy(x), registry.prepare(tensor)).numpy()
     np.testing.assert_array_equal(got.view(np.uint32), expected.view(np.uint32))
     if count:
         assert np.abs(got - x @ tensor.dense().T).max() < 1e-3  # and the oracle is a product at all
 
 
-@pytest.mark.parametrize("token_class", list(TokenClass))
-def test_a_tokens_result_does_not_depend_on_its_neighbours(token_class: TokenClass, registry: Registry) -> None:
+def test_a_tokens_result_does_not_depend_on_its_neighbours(registry: Registry) -> None:
     weight, x = registry.prepare(gaussian(192, 576)), tokens(130, 576)
-    alone = np.concatenate([registry.linear(torch.from_numpy(x[i : i + 1]), weight, token_class).numpy() for i in range(130)])
+    alone = np.concatenate([registry.linear(torch.from_numpy(x[i : i + 1]), weight).numpy() for i in range(130)])
     assert len(np.unique(alone)) > 1000
-    np.testing.assert_array_equal(alone, registry.linear(torch.from_numpy(x), weight, token_class).numpy())
+    np.testing.assert_array_equal(alone, registry.linear(torch.from_numpy(x), weight).numpy())
 
 
-def test_a_prompt_goes_through_tiles_and_stays_within_the_bound_of_f32_accumulation() -> None:
+def test_many_tokens_stay_within_the_bound_of_f32_accumulation() -> None:
     registry = default_registry()
     tensor, x = gaussian(192, 576), tokens(70, 576)
-    got = registry.linear(torch.from_numpy(x), registry.prepare(tensor), TokenClass.PREFILL).numpy()
+    got = registry.linear(torch.from_numpy(x), registry.prepare(tensor)).numpy()
     wide = tensor.dense().astype(np.float64)
     magnitude = np.abs(x).astype(np.float64) @ np.abs(wide).T
     assert (np.abs(got - x @ wide.T) <= 576 * 2.0**-24 * magnitude).all()  # Higham, §3.1
-    assert registry.engagement() == {"cpu.tiles.ggml-q8_0": 1}
+    assert registry.engagement() == {"cpu.linear.ggml-q8_0": 1}
 
 
 def test_bytes_at_any_address_and_of_a_read_only_map_give_the_same(registry: Registry) -> None:
     tensor, x = gaussian(20, 96), torch.from_numpy(tokens(1, 96))
-    expected = registry.linear(x, registry.prepare(tensor), TokenClass.DECODE)
+    expected = registry.linear(x, registry.prepare(tensor))
     for offset in range(4):
         raw = bytes(offset) + tensor.data.tobytes()
         view = np.frombuffer(raw, np.uint8)[offset:].reshape(tensor.data.shape)
         assert not view.flags.writeable
         moved = GgmlTensor(Q8_0, 96, view)
-        assert torch.equal(registry.linear(x, registry.prepare(moved), TokenClass.DECODE), expected)
+        assert torch.equal(registry.linear(x, registry.prepare(moved)), expected)
         np.testing.assert_array_equal(registry.decode(moved), tensor.decode())
     wider = np.zeros((20, 3 * 34 + 5), np.uint8)
     wider[:, : 3 * 34] = tensor.data
-    assert torch.equal(registry.linear(x, registry.prepare(GgmlTensor(Q8_0, 96, wider[:, :102])), TokenClass.DECODE), expected)
+    assert torch.equal(registry.linear(x, registry.prepare(GgmlTensor(Q8_0, 96, wider[:, :102]))), expected)
 
 
 def test_a_weight_with_an_infinite_scale_is_refused_when_it_is_prepared(registry: Registry) -> None:
@@ -191,36 +188,3 @@ def test_a_weight_with_an_infinite_scale_is_refused_when_it_is_prepared(registry
     data[1, 34:36] = (0, 0x7C)
     with pytest.raises(Exception, match="the q8_0 scale of row 1, block 1 is not finite"):
         registry.prepare(GgmlTensor(Q8_0, 64, data))
-
-
-def test_a_large_table_is_tiled_in_nearly_equal_parts_that_bound_the_scratch(monkeypatch: pytest.MonkeyPatch) -> None:
-    tensor, x = gaussian(1000, 64), torch.from_numpy(tokens(70, 64))
-    whole = default_registry().linear(x, default_registry().prepare(tensor), TokenClass.PREFILL).numpy()
-    monkeypatch.setattr(products, "TILE_WEIGHTS", 10_000)
-    parts = products.row_parts(default_registry().prepare(tensor))
-    assert [part.start for part in parts] == [0, *(part.stop for part in parts[:-1])]
-    assert parts[-1].stop == 1000
-    assert {part.stop - part.start for part in parts} == {142, 143}  # seven parts of at most 10,000 weights
-    sizes = []
-
-    def spy(prepared: object, dense: NDArray[np.float32]) -> None:
-        sizes.append(dense.size)
-        honest(prepared, dense)  # type: ignore[arg-type]
-
-    honest = products.decode_into
-    monkeypatch.setattr("arctool.kernels.registry.decode_into", spy)
-    registry = default_registry()
-    weight = registry.prepare(tensor)
-    np.testing.assert_allclose(registry.linear(x, weight, TokenClass.PREFILL).numpy(), whole, rtol=1e-5, atol=1e-5)
-    assert len(sizes) == 2 + 7  # the self-check of both heights, then the product
-    assert max(sizes) <= 10_000
-    registry.linear(x, weight, TokenClass.PREFILL)
-    assert len(sizes) == 2 + 7 + 7
-    alone = np.concatenate([registry.linear(x[i : i + 1], weight, TokenClass.PREFILL).numpy() for i in range(70)])
-    np.testing.assert_array_equal(alone, registry.linear(x, weight, TokenClass.PREFILL).numpy())
-
-
-def test_no_part_is_empty_where_rows_are_longer_than_a_tile(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "TILE_WEIGHTS", 10)
-    prepared = prepare_dense(DenseTensor(np.ones((3, 64), np.float32)))
-    assert [(part.start, part.stop) for part in products.row_parts(prepared)] == [(0, 1), (1, 2), (2, 3)]

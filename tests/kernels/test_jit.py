@@ -24,7 +24,7 @@ PACKAGE = Path(arctool.__file__).parent
 MULTIPLY = """
 import sys, threading
 import numpy as np, torch
-from arctool.kernels.registry import TokenClass, default_registry
+from arctool.kernels.registry import default_registry
 from arctool.quant.tensor import DenseTensor
 
 weight = DenseTensor(np.arange(64 * 32, dtype=np.float32).reshape(64, 32))
@@ -36,7 +36,7 @@ def work():
     registry = default_registry()
     prepared = registry.prepare(weight)
     for _ in range(200):
-        if not np.array_equal(registry.linear(x, prepared, TokenClass.DECODE).numpy()[0], expected):
+        if not np.array_equal(registry.linear(x, prepared).numpy()[0], expected):
             wrong.append(1)
 
 threads = [threading.Thread(target=work) for _ in range(4)]
@@ -51,7 +51,7 @@ def test_a_change_in_any_source_of_machine_code_changes_the_cache_directory(tmp_
     shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
     before = source_digest(copy)
     assert before == source_digest(PACKAGE)
-    for name in ("kernels/cpu/ir.py", "kernels/cpu/rows.py", "quant/codebooks.py", "bake/search/viterbi_ir.py"):
+    for name in ("kernels/cpu/ir.py", "kernels/cpu/linear.py", "quant/codebooks.py", "bake/search/viterbi_ir.py"):
         file = copy / name
         original = file.read_bytes()
         file.write_bytes(original + b"\n")

@@ -8,7 +8,6 @@ import torch
 
 from arctool.kernels.cpu.ir import dot_oracle
 from arctool.kernels.decoders import decoders
-from arctool.kernels.policy import TokenClass
 from arctool.kernels.registry import default_registry
 from arctool.quant.afq import AfqTensor
 from arctool.quant.bf16 import to_bf16
@@ -59,13 +58,13 @@ def test_every_decoder_has_the_oracles_bits(name: str) -> None:
         assert not differ.any(), decoder.name
 
 
-@pytest.mark.parametrize("name", [name for name in SAMPLES if "mxfp4" not in name])
+@pytest.mark.parametrize("name", list(SAMPLES))
 def test_a_tokens_product_has_one_order_in_any_company(name: str) -> None:
     weight, registry = SAMPLES[name], default_registry()
     prepared = registry.prepare(weight)
     x = np.random.default_rng(5).standard_normal((3, weight.in_features)).astype(np.float32)
-    together = registry.linear(torch.from_numpy(x), prepared, TokenClass.DECODE).numpy()
-    alone = np.concatenate([registry.linear(torch.from_numpy(x[i : i + 1]), prepared, TokenClass.DECODE).numpy() for i in range(3)])
+    together = registry.linear(torch.from_numpy(x), prepared).numpy()
+    alone = np.concatenate([registry.linear(torch.from_numpy(x[i : i + 1]), prepared).numpy() for i in range(3)])
     assert together.tobytes() == alone.tobytes()
     width = -(-weight.in_features // 16) * 16
     padded_x, padded_w = (np.pad(part, ((0, 0), (0, width - part.shape[1]))) for part in (x, weight.decode()))
@@ -78,13 +77,3 @@ def test_rows_of_an_embedding_are_read_one_by_one(name: str) -> None:
     weight, registry = SAMPLES[name], default_registry()
     ids = torch.tensor([3, 0, 18, 3])
     assert registry.embedding(ids, registry.prepare(weight)).numpy().tobytes() == weight.decode()[ids.numpy()].tobytes()
-
-
-def test_prompts_and_generated_tokens_agree_to_rounding() -> None:
-    weight, registry = SAMPLES["afq4 groups of 64"], default_registry()
-    prepared = registry.prepare(weight)
-    x = torch.from_numpy(np.random.default_rng(6).standard_normal((70, weight.in_features)).astype(np.float32))
-    prompt, generated = (registry.linear(x, prepared, kind).numpy() for kind in (TokenClass.PREFILL, TokenClass.DECODE))
-    scale = np.abs(x.numpy()) @ np.abs(weight.decode()).T
-    assert (np.abs(prompt - generated) <= scale * weight.in_features * 2.0**-23).all()
-    assert registry.engagement()

@@ -13,7 +13,7 @@ from tiny_models import VARIANTS, DirectorySource, Reference, make_variant, refe
 from arctool.kernels.registry import Registry, default_registry
 
 CHECKPOINTS = Path(__file__).resolve().parents[2] / "fixtures" / "checkpoints"
-NAMES = (*VARIANTS, "llama", "mistral", "qwen2", "qwen3")
+NAMES = (*VARIANTS, "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")
 
 
 @pytest.fixture(autouse=True, scope="session")

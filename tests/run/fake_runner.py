@@ -15,9 +15,9 @@ import torch
 from numpy.typing import NDArray
 
 from arctool.run.kv.cache import CachePlan
-from arctool.run.requests import sample_seed
-from arctool.run.sampler import SampleRow, sample
-from arctool.run.sampling_params import SamplingParams
+from arctool.run.sampling.noise import child_seed
+from arctool.run.sampling.params import SamplingParams
+from arctool.run.sampling.sampler import SampleRow, sample
 from arctool.run.scheduler import Work
 from arctool.run.sequence import Sequence
 
@@ -42,7 +42,7 @@ def alone(prompt: Ordered[int], params: SamplingParams, index: int, longest: int
     state, generated = states(params.cache_salt, prompt)[-1], []
     most = longest - len(prompt) if params.max_tokens is None else params.max_tokens
     while len(generated) < most:
-        row = SampleRow(params, sample_seed(params.seed, index), len(prompt) + len(generated))
+        row = SampleRow(params, child_seed(params.seed, index), len(prompt) + len(generated))
         [result] = sample(LOGITS[state % 997][None], [row])
         assert result.token is not None
         generated.append(result.token)

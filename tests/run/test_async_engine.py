@@ -15,7 +15,7 @@ from arctool.errors import RequestError
 from arctool.run.async_engine import AsyncEngine, EngineBusy, EngineStopped
 from arctool.run.llm import LLM, EngineOptions
 from arctool.run.requests import Update
-from arctool.run.sampling_params import SamplingParams
+from arctool.run.sampling.params import SamplingParams
 from arctool.run.sequence import FinishReason
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
@@ -25,7 +25,7 @@ LONG = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
 @pytest.fixture
 def llm(llama: DirectorySource) -> Iterator[LLM]:
     """A small cache, so that requests wait and are preempted; whatever a test does, at its end nothing may be left."""
-    made = LLM(llama, EngineOptions(max_seqs=8, block_size=8, kv_memory=512 * 8 * 40, max_step_tokens=64))
+    made = LLM(llama, EngineOptions(max_seqs=8, kv_memory=512 * 16 * 20, max_step_tokens=64))
     yield made
     made.engine.scheduler.check()
     assert made.engine.telemetry().cache.owned == 0
@@ -53,12 +53,12 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.002)
 
 
-def slow_down(llm: LLM) -> None:
-    """Let every step take at least 10 ms."""
+def slow_down(llm: LLM, seconds: float = 0.01) -> None:
+    """Let every step take at least so long."""
     step = llm.engine.step
 
     def slow() -> list[Update]:
-        time.sleep(0.01)
+        time.sleep(seconds)
         return step()
 
     llm.engine.step = slow  # type: ignore[method-assign]
@@ -73,6 +73,7 @@ def test_fifty_tasks_of_which_some_vanish_get_the_tokens_they_get_alone(llm: LLM
     ]
     alone = [[c.token_ids for c in llm.generate([p], s)] for p, s in zip(prompts, params, strict=True)]
     assert len({tokens for samples in alone for tokens in samples}) > 40
+    slow_down(llm, 0.004)
     leaves_after = {i: rng.randint(0, 6) for i in range(50) if rng.random() < 0.4}
 
     async def body(engine: AsyncEngine) -> None:

@@ -102,8 +102,9 @@ def test_an_epsilon_that_is_no_positive_number_is_refused(value: Any) -> None:
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"rope_theta": math.nan}, "rope_theta"),
         ({"rope_theta": 0}, "rope_theta"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope_scaling.rope_type"),
-        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_scaling.rope_type"),
+        ({"num_experts": 8}, "num_experts"),
+        ({"architectures": ["Qwen3ForCausalLM"], "num_local_experts": 2}, "num_local_experts"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "rope_scaling.rope_type"),
         ({"rope_scaling": {"rope_type": 3}}, "rope_scaling.rope_type"),
         ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling.factor"),
         ({"rope_scaling": {"rope_type": "linear", "factor": math.inf}}, "rope_scaling.factor"),
@@ -144,7 +145,13 @@ def test_a_null_head_dim_follows_from_the_heads_except_in_qwen3() -> None:
     assert read(architectures=["Qwen3ForCausalLM"]).head_dim == transformers.Qwen3Config().head_dim == 128
 
 
-FAMILIES = ["Llama", "Mistral", "Qwen2", "Qwen3"]
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+FAMILIES = ["Llama", "Mistral", "Qwen2", "Qwen3", "Mixtral", "Qwen3Moe"]
+
+
+def config_of(family: str, config: dict[str, Any]) -> dict[str, Any]:
+    """The same for another family, with experts where that has them."""
+    return {**config, "architectures": [f"{family}ForCausalLM"], **(EXPERTS if family in ("Mixtral", "Qwen3Moe") else {})}
 
 
 def theirs_of(family: str, config: dict[str, Any]) -> Any:
@@ -154,16 +161,24 @@ def theirs_of(family: str, config: dict[str, Any]) -> Any:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_null_key_value_heads_mean_as_many_as_queries(family: str) -> None:
-    assert read(architectures=[f"{family}ForCausalLM"], num_key_value_heads=None).num_kv_heads == 4
+    assert read(**config_of(family, {"num_key_value_heads": None})).num_kv_heads == 4
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_absent_key_value_heads_mean_what_the_class_of_transformers_says(family: str) -> None:
     config = {k: v for k, v in LLAMA.items() if k != "num_key_value_heads"}
-    config |= {"architectures": [f"{family}ForCausalLM"], "num_attention_heads": 64, "hidden_size": 128}
+    config = config_of(family, config | {"num_attention_heads": 64, "hidden_size": 128})
     theirs = theirs_of(family, config)
     assert ModelConfig.from_hf(config, "config.json").num_kv_heads == theirs.num_key_value_heads
-    assert theirs.num_key_value_heads == {"Llama": 64, "Mistral": 8, "Qwen2": 32, "Qwen3": 32}[family]
+    numbers = {"Llama": 64, "Mistral": 8, "Qwen2": 32, "Qwen3": 32, "Mixtral": 8, "Qwen3Moe": 4}
+    assert theirs.num_key_value_heads == numbers[family]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_absent_base_of_the_rotation_is_the_class_s_own(family: str) -> None:
+    config = config_of(family, {k: v for k, v in LLAMA.items() if k != "rope_theta"})
+    found = ModelConfig.from_hf(config, "config.json").rope.theta
+    assert found == theirs_of(family, config).rope_parameters["rope_theta"] == (1e6 if family == "Mixtral" else 1e4)
 
 
 @pytest.mark.parametrize("family", ["Mistral", "Qwen2", "Qwen3"])

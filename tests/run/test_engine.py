@@ -14,12 +14,13 @@ import torch
 from tiny_models import DirectorySource, Reference, random_ids
 
 from arctool.errors import RequestError
+from arctool.kernels.cpu.attention import value_pitch
 from arctool.kernels.registry import Registry
 from arctool.run.engine import Completion, Engine, FinishReason, Update
 from arctool.run.kv.cache import plan_cache
-from arctool.run.requests import sample_seed
 from arctool.run.runner import ModelRunner
-from arctool.run.sampling_params import SamplingParams
+from arctool.run.sampling.noise import child_seed
+from arctool.run.sampling.params import SamplingParams
 from arctool.run.tokenizer import Tokenizer
 from arctool.run.weights import load_model
 
@@ -38,9 +39,10 @@ def make_engine(
 ) -> Engine:
     """Small blocks and chunks, and a cache full of NaN, so that boundaries and stale slots matter."""
     config = source.config
-    memory = None if blocks is None else blocks * 8 * 2 * config.num_layers * config.num_kv_heads * config.head_dim * 4
-    plan = plan_cache(source.config, max_seqs=max_seqs, block_size=8, kv_memory=memory)
-    runner = ModelRunner(load_model(source, registry), plan)
+    wide = config.head_dim + value_pitch(config.head_dim)
+    memory = None if blocks is None else blocks * 16 * config.num_layers * config.num_kv_heads * wide * 4
+    plan = plan_cache(source.config, max_seqs=max_seqs, block_size=16, kv_memory=memory)
+    runner = ModelRunner(load_model(source, registry), plan, max_tokens=32, max_seqs=max_seqs)
     for store in (*runner.cache.keys, *runner.cache.values):
         store.fill_(float("nan"))
     tokenizer = Tokenizer(source.assets, source.config.vocab_size) if text else None
@@ -109,17 +111,17 @@ def test_requests_together_give_exactly_the_tokens_of_each_alone(tiny: Directory
 def test_prefix_hits_and_preemptions_change_no_token(tiny: DirectorySource, registry: Registry) -> None:
     head = random_ids(7, 45)
     prompts = [[*head, *random_ids(i, n)] for i, n in enumerate([1, 3, 20, 3])]
-    params = [SamplingParams(temperature=0.8, seed=i, max_tokens=12, ignore_eos=True) for i in range(4)]
+    params = [SamplingParams(temperature=0.8, seed=i, max_tokens=40, ignore_eos=True) for i in range(4)]
     plain = make_engine(tiny, registry, max_seqs=1, caching=False)
     alone = [plain.generate([p], [s])[0].token_ids for p, s in zip(prompts, params, strict=True)]
     assert len(set(alone)) == 4
     assert plain.telemetry().total.prefix_hits == 0
-    roomy, short = make_engine(tiny, registry), make_engine(tiny, registry, blocks=13)
+    roomy, short = make_engine(tiny, registry), make_engine(tiny, registry, blocks=9)
     for engine in (roomy, short):
         assert [c.token_ids for c in engine.generate(prompts, params)] == alone
         assert [c.token_ids for c in engine.generate(prompts[::-1], params[::-1])] == alone[::-1]
         assert_idle(engine)
-    assert [c.cached_tokens for c in roomy.generate(prompts, params)] == [40, 40, 64, 40]
+    assert [c.cached_tokens for c in roomy.generate(prompts, params)] == [32, 32, 64, 32]
     assert short.telemetry().total.prefix_hits > 100
     assert roomy.telemetry().total.preempted == 0
     assert short.telemetry().total.preempted > 0
@@ -129,7 +131,7 @@ def test_samples_of_one_request_are_each_what_their_seed_gives_alone(llama: Dire
     prompt = random_ids(4, 21)
     asked = SamplingParams(temperature=1.5, seed=9, n=4, max_tokens=12, ignore_eos=True)
     lonely = make_engine(llama, registry, max_seqs=1)
-    seeds = [sample_seed(9, i) for i in range(4)]
+    seeds = [child_seed(9, i) for i in range(4)]
     assert (seeds[0], len(set(seeds))) == (9, 4)
     alone = [lonely.generate([prompt], [replace(asked, seed=seed, n=1)])[0].token_ids for seed in seeds]
     assert len(set(alone)) == 4
@@ -224,7 +226,7 @@ def test_a_seed_reproduces_and_no_seed_differs(engine: Engine) -> None:
 
 
 def test_a_small_cache_makes_requests_wait_and_serves_them_all(llama: DirectorySource, registry: Registry) -> None:
-    small = make_engine(llama, registry, max_seqs=4, blocks=8)  # 64 tokens
+    small = make_engine(llama, registry, max_seqs=4, blocks=4)  # 64 tokens
     assert small.max_model_len == 64
     prompts = [random_ids(i, 20) for i in range(6)]
     done = small.generate(prompts, [GREEDY] * 6)

@@ -121,31 +121,13 @@ def test_a_lone_sequence_lies_contiguously() -> None:
     assert mine.blocks == [0, 1, 2, 3, 4]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("blocks", [[3, 4, 5], [5, 0, 3]], ids=["contiguous", "scattered"])
-def test_the_cache_reads_back_what_was_written_through_any_table(llama: DirectorySource, dtype: torch.dtype, blocks: list[int]) -> None:
-    cache = KVCache(llama.config, num_blocks=7, block_size=4, dtype=dtype)
-    for store in (*cache.keys, *cache.values):
-        store.fill_(float("nan"))
-    tokens = torch.arange(11 * 2 * 16, dtype=torch.float32).reshape(11, 2, 16) % 256  # exact in bf16
-    slots = torch.tensor([blocks[p // 4] * 4 + p % 4 for p in range(11)])
-    cache.write(1, slots, tokens, -tokens)
-    for first, last in [(0, 11), (5, 6), (3, 9), (8, 11)]:
-        keys, values = cache.read(1, blocks, first, last)
-        assert keys.dtype == torch.float32
-        assert torch.equal(keys, tokens[first:last])
-        assert torch.equal(values, -tokens[first:last])
-    assert all(torch.isnan(t).all() for t in (cache.keys[0], cache.values[0]))
-
-
-def test_copied_blocks_are_copied_in_every_layer_before_any_is_overwritten(llama: DirectorySource) -> None:
-    cache = KVCache(llama.config, num_blocks=4, block_size=2)
-    for number, store in enumerate((*cache.keys, *cache.values)):
-        store.copy_(torch.arange(4.0)[:, None, None, None] + 10 * number)
-    cache.copy_blocks([])
-    cache.copy_blocks([(0, 2), (2, 3)])
-    for number, store in enumerate((*cache.keys, *cache.values)):
-        assert (store.flatten(1) - 10 * number).unique(dim=1).flatten().tolist() == [0, 1, 0, 2]
+def test_whole_blocks_are_copied_in_every_layer(llama: DirectorySource) -> None:
+    cache = KVCache(llama.config, num_blocks=5, block_size=16)
+    for n, store in enumerate((*cache.keys, *cache.values)):
+        store.copy_(torch.arange(5).reshape(5, *[1] * (store.ndim - 1)) + 10 * n)
+    cache.copy_blocks([(1, 4), (0, 2)])
+    for n, store in enumerate((*cache.keys, *cache.values)):
+        assert [block.unique().tolist() for block in store] == [[10 * n + b] for b in (0, 1, 0, 3, 1)]
 
 
 def test_the_cache_is_sized_by_sequences_or_by_bytes(llama: DirectorySource) -> None:

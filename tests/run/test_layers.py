@@ -7,12 +7,10 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from tiny_models import LINEAR_ROPE, LLAMA3_ROPE, DirectorySource
+from tiny_models import LINEAR_ROPE, LLAMA3_ROPE
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from arctool.kernels.registry import TokenClass
-from arctool.run.kv.cache import KVCache
 from arctool.run.layers.attention import attend
 from arctool.run.layers.mlp import silu
 from arctool.run.layers.rmsnorm import RMSNorm
@@ -101,40 +99,29 @@ def _naive(q: np.ndarray, k: np.ndarray, v: np.ndarray, first: int, window: int 
     return out
 
 
-@pytest.mark.parametrize("token_class", list(TokenClass))
 @pytest.mark.parametrize("window", [None, 1, 5, 63, 64, 65, 128])
-def test_attention_is_its_formula_for_every_window_and_class(llama: DirectorySource, token_class: TokenClass, window: int | None) -> None:
+def test_attention_is_its_formula_for_every_window(window: int | None) -> None:
     generator = torch.Generator().manual_seed(3)
-    k, v = (torch.randn(200, 2, 16, generator=generator) for _ in range(2))
-    q = torch.randn(200, 4, 16, generator=generator)
-    cache = KVCache(llama.config, num_blocks=30, block_size=8)
-    for store in (*cache.keys, *cache.values):
-        store.fill_(float("nan"))
-    blocks = list(range(29, 3, -1))
-    for first, last in [(0, 64), (64, 131), (131, 132), (132, 200)]:
-        step = build_step([Span([0] * (last - first), first, blocks, token_class, 0)], 8)
-        cache.write(0, step.slots, k[first:last], v[first:last])
-        wanted = _naive(q[first:last].numpy(), k.numpy(), v.numpy(), first, window)
-        np.testing.assert_allclose(attend(q[first:last], step, 0, window, cache).numpy(), wanted, atol=2e-6)
+    k, v = (torch.randn(331, 2, 16, generator=generator) for _ in range(2))
+    q = torch.randn(331, 4, 16, generator=generator)
+    lengths = [200, 1, 130]
+    step = build_step([Span([0] * n, 0, range(30), 0) for n in lengths], 16)
+    got = attend(q, k, v, step, window).numpy()
+    for start, n in zip(step.starts, lengths, strict=True):
+        rows = slice(start, start + n)
+        np.testing.assert_allclose(got[rows], _naive(q[rows].numpy(), k[rows].numpy(), v[rows].numpy(), 0, window), atol=2e-6)
+
+
+def test_layers_refuse_a_span_that_goes_on_where_another_step_ended() -> None:
+    x = torch.zeros(3, 1, 4)
+    with pytest.raises(ValueError, match="begins at position 2"):
+        attend(x, x, x, build_step([Span([0] * 3, 2, [0], 0)], 16), None)
 
 
 def test_a_step_lays_sequences_out_without_padding() -> None:
-    step = build_step(
-        [
-            Span([10, 11, 12], 2, [7, 3], TokenClass.PREFILL, 1),
-            Span([20], 0, [5], TokenClass.PREFILL, 0),
-            Span([30], 9, [1, 0, 6], TokenClass.DECODE, 1),
-        ],
-        block_size=4,
-    )
+    step = build_step([Span([10, 11, 12], 2, [7, 3], 1), Span([20], 0, [5], 0), Span([30], 9, [1, 0, 6], 1)], block_size=4)
+    assert step.starts == (0, 3, 4)
     assert step.ids.tolist() == [10, 11, 12, 20, 30]
     assert step.positions.tolist() == [2, 3, 4, 0, 9]
     assert step.slots.tolist() == [7 * 4 + 2, 7 * 4 + 3, 3 * 4 + 0, 5 * 4, 6 * 4 + 1]
-    assert (step.rows.prefill, step.rows.total) == (4, 5)
-    assert step.logit_indices.tolist() == [2, 4]
-    assert (step.logit_rows.prefill, step.logit_rows.total) == (1, 2)
-
-
-def test_prefill_must_come_before_decode_in_a_step() -> None:
-    with pytest.raises(ValueError, match="must come before"):
-        build_step([Span([1], 0, [0], TokenClass.DECODE, 1), Span([1], 0, [1], TokenClass.PREFILL, 1)], 4)
+    assert step.logit_rows.tolist() == [2, 4]

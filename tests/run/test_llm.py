@@ -13,7 +13,7 @@ from arctool.errors import FormatError, RequestError, SourceError
 from arctool.quant.tensor import DenseTensor
 from arctool.run.engine import FinishReason
 from arctool.run.llm import LLM, EngineOptions
-from arctool.run.sampling_params import SamplingParams
+from arctool.run.sampling.params import SamplingParams
 from arctool.uqff.container import ArtifactWriter, BakeInfo, LayerDetails
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)

@@ -10,17 +10,18 @@ import pytest
 from tiny_models import DirectorySource, Reference, random_ids
 
 from arctool.errors import FormatError, SourceError
-from arctool.kernels.registry import Registry, TokenClass, default_registry
+from arctool.kernels.registry import Registry, default_registry
 from arctool.quant.codebooks import RUNGS, Codebook
 from arctool.quant.hadamard import Rotation
 from arctool.quant.tensor import TrellisTensor
 from arctool.run import evaluate
+from arctool.run.compiled.model import CompiledModel, StepLimits
 from arctool.run.config import ModelConfig
 from arctool.run.dialects import DIALECTS
-from arctool.run.kv.cache import CachePlan, plan_cache
+from arctool.run.kv.cache import CachePlan, KVCache, plan_cache
 from arctool.run.models import ARCHITECTURES, Role, architecture
 from arctool.run.runner import ModelRunner
-from arctool.run.step import Span
+from arctool.run.step import Span, build_step
 from arctool.run.weights import load_model
 
 # Longer than every window, than a query tile, than a chunk; not a multiple of anything.
@@ -28,13 +29,18 @@ LENGTH = 150
 TOLERANCE = 1e-4
 
 
-def _poisoned_runner(tiny: DirectorySource, registry: Registry, block_size: int = 4) -> ModelRunner:
+def _poisoned_runner(tiny: DirectorySource, registry: Registry, block_size: int = 16) -> ModelRunner:
     """A runner whose cache is full of NaN: whoever reads a slot that was not written gets caught."""
     plan = plan_cache(tiny.config, max_seqs=2, block_size=block_size)
-    runner = ModelRunner(load_model(tiny, registry), plan)
+    runner = ModelRunner(load_model(tiny, registry), plan, max_tokens=256, max_seqs=256)
     for store in (*runner.cache.keys, *runner.cache.values):
         store.fill_(float("nan"))
     return runner
+
+
+def run(runner: ModelRunner, spans: list[Span]) -> np.ndarray:
+    """A copy of the step's logits: the runner's own are good until the next step."""
+    return runner.run_spans(spans).copy()
 
 
 def _scattered_blocks(runner: ModelRunner) -> list[int]:
@@ -51,7 +57,7 @@ def test_prefill_in_any_chunks_gives_the_logits_of_transformers_at_every_positio
     runner = _poisoned_runner(tiny, registry)
     blocks, parts, first = _scattered_blocks(runner), [], 0
     for size in chunks:
-        parts.append(runner.run_spans([Span(ids[first : first + size], first, blocks, TokenClass.PREFILL, size)]))
+        parts.append(run(runner, [Span(ids[first : first + size], first, blocks, size)]))
         first += size
     assert first == LENGTH
     np.testing.assert_allclose(np.concatenate(parts), expected.logits(ids), atol=TOLERANCE, rtol=0)
@@ -64,17 +70,17 @@ def test_decoding_token_by_token_gives_the_logits_of_transformers_at_every_posit
     ids = random_ids(2, LENGTH)
     runner = _poisoned_runner(tiny, registry)
     blocks = _scattered_blocks(runner)
-    parts = [runner.run_spans([Span(ids[:prompt], 0, blocks, TokenClass.PREFILL, prompt)])]
-    parts += [runner.run_spans([Span([ids[i]], i, blocks, TokenClass.DECODE, 1)]) for i in range(prompt, LENGTH)]
+    parts = [run(runner, [Span(ids[:prompt], 0, blocks, prompt)])]
+    parts += [run(runner, [Span([ids[i]], i, blocks, 1)]) for i in range(prompt, LENGTH)]
     np.testing.assert_allclose(np.concatenate(parts), expected.logits(ids), atol=TOLERANCE, rtol=0)
 
 
-def test_several_tokens_of_the_decode_class_in_one_step_give_the_bits_of_one_at_a_time(tiny: DirectorySource, registry: Registry) -> None:
+def test_several_tokens_in_one_step_give_the_bits_of_one_at_a_time(tiny: DirectorySource, registry: Registry) -> None:
     ids = random_ids(3, 40)
     runner = _poisoned_runner(tiny, registry)
     blocks = _scattered_blocks(runner)
-    together = runner.run_spans([Span(ids, 0, blocks, TokenClass.DECODE, 40)])
-    apart = [runner.run_spans([Span([ids[i]], i, blocks, TokenClass.DECODE, 1)]) for i in range(40)]
+    together = run(runner, [Span(ids, 0, blocks, 40)])
+    apart = [run(runner, [Span([ids[i]], i, blocks, 1)]) for i in range(40)]
     assert np.array_equal(together, np.concatenate(apart))
 
 
@@ -86,7 +92,7 @@ def test_chunks_and_block_tables_change_no_bit_of_a_prompt(tiny: DirectorySource
     runner = _poisoned_runner(tiny, registry)
     blocks = _scattered_blocks(runner)
     cuts = [0, 1, 30, 64, 65, 128, LENGTH]
-    parts = [runner.run_spans([Span(ids[a:b], a, blocks, TokenClass.PREFILL, b - a)]) for a, b in itertools.pairwise(cuts)]
+    parts = [run(runner, [Span(ids[a:b], a, blocks, b - a)]) for a, b in itertools.pairwise(cuts)]
     assert np.array_equal(np.concatenate(parts), whole)
 
 
@@ -95,14 +101,14 @@ def test_chunks_and_block_tables_change_no_bit_of_a_prompt(tiny: DirectorySource
 def test_a_neighbour_in_the_batch_changes_no_bit(tiny: DirectorySource, registry: Registry) -> None:
     ids, others = random_ids(6, 60), random_ids(7, 50)
     runner = _poisoned_runner(tiny, registry)
-    mine, theirs = _scattered_blocks(runner)[:20], _scattered_blocks(runner)[20:]
-    prefill = Span(ids[:59], 0, mine, TokenClass.PREFILL, 59)
-    decode = Span(ids[59:], 59, mine, TokenClass.DECODE, 1)
-    alone = [runner.run_spans([prefill]), runner.run_spans([decode])]
-    before = Span(others[:33], 0, theirs, TokenClass.PREFILL, 2)
-    mixed = [runner.run_spans([before, prefill])[2:]]
-    runner.run_spans([Span(others[33:49], 33, theirs, TokenClass.PREFILL, 0)])
-    mixed.append(runner.run_spans([Span(others[49:], 49, theirs, TokenClass.DECODE, 1), decode])[1:])
+    mine, theirs = _scattered_blocks(runner)[:4], _scattered_blocks(runner)[4:]
+    prefill = Span(ids[:59], 0, mine, 59)
+    decode = Span(ids[59:], 59, mine, 1)
+    alone = [run(runner, [prefill]), run(runner, [decode])]
+    before = Span(others[:33], 0, theirs, 2)
+    mixed = [run(runner, [before, prefill])[2:]]
+    run(runner, [Span(others[33:49], 33, theirs, 0)])
+    mixed.append(run(runner, [Span(others[49:], 49, theirs, 1), decode])[1:])
     assert np.array_equal(np.concatenate(mixed), np.concatenate(alone))
 
 
@@ -111,7 +117,7 @@ def test_the_registry_of_configs_and_of_models_know_the_same_architectures() -> 
 
 
 def test_an_unknown_architecture_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(SourceError, match=r"config\.json.*GPT2LMHeadModel.*LlamaForCausalLM, MistralForCausalLM, Qwen2"):
+    with pytest.raises(SourceError, match=r"config\.json.*GPT2LMHeadModel.*LlamaForCausalLM, MistralForCausalLM, Mixtral.*Qwen3Moe"):
         architecture("GPT2LMHeadModel", "config.json")
 
 
@@ -191,17 +197,40 @@ def test_a_tied_table_is_prepared_once(tiny_checkpoints: dict, registry: Registr
     assert model.head.weight is model.embedding.weight
 
 
+def test_the_compiled_step_computes_what_the_layers_define(tiny: DirectorySource, registry: Registry) -> None:
+    model, prompts = load_model(tiny, registry), [random_ids(10, 70), random_ids(11, 33)]
+    model.rope.reserve(70)
+    step = build_step([Span(ids, 0, range(5 * i, 5 * i + 5), len(ids)) for i, ids in enumerate(prompts)], 16)
+    defined = model(step).numpy()
+    compiled = CompiledModel(model, KVCache(tiny.config, 10, 16), StepLimits(103, 103, 2, 70)).run(step)
+    np.testing.assert_allclose(compiled, defined, atol=TOLERANCE, rtol=0)
+    assert not np.array_equal(compiled, defined), "two ways of computing would hardly agree in every bit"
+
+
+def test_a_step_engages_every_kernel_of_the_model_once_a_layer(llama: DirectorySource) -> None:
+    registry = default_registry()
+    runner = ModelRunner(load_model(llama, registry), plan_cache(llama.config), max_tokens=8, max_seqs=1, registry=registry)
+    run(runner, [Span([5, 6], 0, [0], 1)])
+    assert registry.engagement() == {"cpu.embedding.dense-f32": 1, "cpu.linear.dense-f32": 2 * 7 + 1, "cpu.attention": 2}
+
+
+def test_a_step_that_is_larger_than_planned_is_refused(llama: DirectorySource, registry: Registry) -> None:
+    runner = ModelRunner(load_model(llama, registry), plan_cache(llama.config), max_tokens=8, max_seqs=1)
+    with pytest.raises(RuntimeError, match="a step of 9 tokens"):
+        run(runner, [Span([5] * 9, 0, [0], 1)])
+
+
 def test_a_step_that_needs_no_logits_gives_none(llama: DirectorySource, registry: Registry) -> None:
-    runner = ModelRunner(load_model(llama, registry), CachePlan(4, 16, 64, plan_cache(llama.config).dtype))
-    assert runner.run_spans([Span([5, 6], 0, [0], TokenClass.PREFILL, 0)]).shape == (0, llama.config.vocab_size)
+    runner = ModelRunner(load_model(llama, registry), CachePlan(4, 16, 64, plan_cache(llama.config).dtype), max_tokens=8, max_seqs=1)
+    assert run(runner, [Span([5, 6], 0, [0], 0)]).shape == (0, llama.config.vocab_size)
 
 
 def test_a_bf16_cache_stays_close_to_an_f32_one(llama: DirectorySource, registry: Registry) -> None:
     ids = random_ids(9, 80)
     model = load_model(llama, registry)
     exact = evaluate.logits(model, ids)
-    runner = ModelRunner(model, plan_cache(llama.config, kv_dtype="bf16"))
-    rounded = runner.run_spans([Span(ids, 0, range(16), TokenClass.PREFILL, 80)])
+    runner = ModelRunner(model, plan_cache(llama.config, kv_dtype="bf16"), max_tokens=80, max_seqs=80)
+    rounded = run(runner, [Span(ids, 0, range(16), 80)])
     # bf16 keeps 8 bits: visible, and small against logits of this size.
     difference = float(np.abs(rounded - exact).mean())
     assert 0 < difference < 0.05 * float(np.abs(exact).mean())

@@ -12,8 +12,11 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from arctool.errors import RequestError
-from arctool.run.sampler import SampleRow, candidates, draw, sample, uniform
-from arctool.run.sampling_params import SamplingParams
+from arctool.run.sampling.constraint import Constraint
+from arctool.run.sampling.noise import uniform
+from arctool.run.sampling.oracle import candidates, draw
+from arctool.run.sampling.params import SamplingParams
+from arctool.run.sampling.sampler import SampleRow, sample
 
 logit_lists = st.lists(st.integers(-40, 40).map(lambda i: i / 4), min_size=1, max_size=30)
 
@@ -75,7 +78,7 @@ def test_ties_at_the_cut_go_to_the_lower_token_id() -> None:
         SamplingParams(temperature=1.5, top_p=0.8),
         SamplingParams(min_p=0.1),
     ],
-    ids=str,
+    ids=["plain", "top-k", "top-p", "min-p"],
 )
 def test_draws_follow_the_filtered_distribution(params: SamplingParams) -> None:
     logits = np.array([0.3, -1.0, 2.0, 1.9, 0.0, -2.5, 1.0, 0.9], np.float32)
@@ -199,7 +202,19 @@ def test_the_cumulative_distribution_is_inverted_at_its_ends() -> None:
         ("top_p", [0, -0.5, 1.1, math.nan, "0.5", None]),
         ("top_k", [-2, 1.5, "4", True, None, 2**70]),
         ("min_p", [-0.1, 2, math.nan, None]),
+        ("typical_p", [0, -0.1, 1.01, math.nan, "0.5", None, True]),
+        ("repetition_penalty", [0, -1, 2.1, math.nan, math.inf, "1", None, True]),
+        ("presence_penalty", [-2.1, 3, math.nan, "0", None, False]),
+        ("frequency_penalty", [-2.1, 3, math.nan, "0", None, False]),
+        ("logit_bias", [{1: 101}, {1: -101}, {1: math.nan}, {1: "2"}, {1: True}, {-1: 1}, {"1": 1}, {1.5: 1}, {True: 1}, {2**31: 1}]),
+        ("logit_bias", [None, 3, "ab", [1], [(1, 2, 3)], [(1, 1), (1, 2)], ["ab"]]),
         ("seed", [2**70, -(2**63) - 1, 1.0, "1", True]),
+        ("n", [0, -1, 129, 100_000, 1.5, "2", None, True]),
+        ("min_tokens", [-1, 2**31, 1.5, "4", None, True]),
+        ("include_stop_str_in_output", [1, "yes", None]),
+        ("constraint", ["json", {}, 3]),
+        ("priority", [2**31, -(2**31) - 1, 1.5, "1", None, True]),
+        ("cache_salt", [None, 3, b"a", "a" * 257, "\ud800"]),
         ("max_tokens", [0, -1, 1.5, "4", True, 2**40]),
         ("stop", ["abc", [""], [3], ["a"] * 17, None]),
         ("stop_token_ids", [[-1], ["a"], [1.0], 3, None]),
@@ -216,4 +231,20 @@ def test_every_bad_parameter_is_refused_by_name(field: str, values: list[Any]) -
 
 def test_the_edges_of_every_parameter_are_accepted() -> None:
     SamplingParams(temperature=2, top_p=1, top_k=-1, min_p=1, seed=-(2**63), max_tokens=1, stop=["a"] * 16, logprobs=20)
+    SamplingParams(typical_p=1, repetition_penalty=2, presence_penalty=2, frequency_penalty=2, n=128, min_tokens=7, max_tokens=7)
+    SamplingParams(typical_p=1e-9, repetition_penalty=1e-9, presence_penalty=-2, frequency_penalty=-2, n=1, min_tokens=2**31 - 1)
+    SamplingParams(priority=-(2**31), cache_salt="é" * 256, constraint=Constraint("json_object"), include_stop_str_in_output=True)
     SamplingParams(temperature=0, top_p=1e-9, top_k=10**9, min_p=0, seed=2**64 - 1, stop_token_ids=(0, 5), logprobs=0)
+
+
+def test_min_tokens_may_not_exceed_max_tokens() -> None:
+    with pytest.raises(RequestError, match=r"^min_tokens: expected an integer from 0 to 3, found 4"):
+        SamplingParams(min_tokens=4, max_tokens=3)
+
+
+def test_biases_of_every_form_are_the_same_and_leave_the_parameters_hashable() -> None:
+    forms: list[Any] = [{7: 1, 2: -3.5}, [(7, 1), [2, -3.5]], ((np.int64(2), -3.5), (7, 1.0)), {np.int32(7): 1, 2: -3.5}]
+    made = {SamplingParams(logit_bias=form) for form in forms}
+    assert len(made) == 1
+    assert made.pop().logit_bias == ((2, -3.5), (7, 1.0))
+    SamplingParams(logit_bias=dict.fromkeys(range(50000), 1.0))

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from arctool.errors import RequestError, UsageError
-from arctool.run.sampling_params import SamplingParams
+from arctool.run.sampling.params import SamplingParams
 from arctool.run.scheduler import Limits, Scheduler, StepPlan, View, Work, plan
 from arctool.run.sequence import FinishReason, Sequence, Status
 from arctool.run.telemetry import StepStats

@@ -12,7 +12,7 @@ from fake_runner import EOS, VOCAB, FakeRunner, alone
 from arctool.run.engine import Engine
 from arctool.run.kv.blocks import blocks_for
 from arctool.run.requests import Completion
-from arctool.run.sampling_params import SamplingParams
+from arctool.run.sampling.params import SamplingParams
 from arctool.run.sequence import FinishReason, Sequence
 
 HEADS = [[2 + (7 * i * i + 3 * head) % 14 for i in range(40)] for head in range(2)]
@@ -203,4 +203,4 @@ def test_ten_thousand_requests_leave_no_block_behind() -> None:
     outcome = simulate(world, 10_000, seed=5)
     reasons = check_outcome(outcome, world)
     assert min(reasons[reason] for reason in FinishReason) > 20
-    assert outcome.engine.telemetry().total.preempted > 1000, "the pool was never short"
+    assert outcome.engine.telemetry().total.preempted > 300, "the pool was never short"

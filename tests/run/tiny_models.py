@@ -37,12 +37,22 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 64,
 }
 LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+DYNAMIC_ROPE = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 3.0}
+YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+"""With head widths of 8 to 24 its ramp lies over some of the pairs, so that all three kinds of pair are there."""
+DEEPSEEK_YARN_ROPE = {**YARN_ROPE, "mscale": 0.7, "mscale_all_dim": 1.4, "beta_fast": 8, "beta_slow": 0.5, "truncate": False}
+
+MIXTRAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
+QWEN3_MOE = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "norm_topk_prob": True, "head_dim": 24}
 
 # Every branch of the config readers and the layers that the committed checkpoints do not take.
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-tied-llama3-rope": ("Llama", {"tie_word_embeddings": True, "rope_parameters": LLAMA3_ROPE}),
     "llama-linear-rope-wide-heads": ("Llama", {"rope_parameters": LINEAR_ROPE, "head_dim": 20}),
     "llama-biases": ("Llama", {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 6}),
+    "llama-dynamic-rope": ("Llama", {"rope_parameters": DYNAMIC_ROPE}),
+    "llama-yarn-rope": ("Llama", {"rope_parameters": YARN_ROPE}),
+    "qwen3-deepseek-yarn-rope": ("Qwen3", {"rope_parameters": DEEPSEEK_YARN_ROPE, "head_dim": 24}),
     "mistral-no-window": ("Mistral", {"sliding_window": None}),
     "mistral-window-3": ("Mistral", {"sliding_window": 3}),
     "qwen2-window-on": ("Qwen2", {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}),
@@ -58,6 +68,17 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "head_dim": 24,
         },
     ),
+    "mixtral-window-5-tied": ("Mixtral", {**MIXTRAL, "sliding_window": 5, "tie_word_embeddings": True}),
+    "mixtral-all-of-3-yarn": (
+        "Mixtral",
+        {**MIXTRAL, "num_local_experts": 3, "num_experts_per_tok": 3, "head_dim": 8, "rope_parameters": YARN_ROPE},
+    ),
+    "qwen3-moe-unnormalised-some-dense": ("Qwen3Moe", {**QWEN3_MOE, "norm_topk_prob": False, "mlp_only_layers": [1]}),
+    "qwen3-moe-every-second-window-bias": (
+        "Qwen3Moe",
+        {**QWEN3_MOE, "decoder_sparse_step": 2, "use_sliding_window": True, "sliding_window": 9, "attention_bias": True},
+    ),
+    "qwen3-moe-one-expert-tied": ("Qwen3Moe", {**QWEN3_MOE, "num_experts_per_tok": 1, "tie_word_embeddings": True}),
 }
 
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from arctool.bake.choices import LADDER, misfit, stored_bits
 from arctool.run.models.spec import TensorSpec
 
-TOGETHER = (frozenset({"q_proj", "k_proj"}), frozenset({"gate_proj", "up_proj"}))
+TOGETHER = (frozenset({"q_proj", "k_proj"}), frozenset({"gate_proj", "up_proj"}), frozenset({"w1", "w3"}))
 """Layers of one input whose outputs meet in a product, so that an error of either spoils the same numbers: measured as one, unless ..."""
 
 EDGE = 2
@@ -35,7 +35,7 @@ GRID = 1 << 16
 
 @dataclass(frozen=True)
 class Group:
-    """Linear layers of one decoder layer that are measured together and get the same rung."""
+    """Linear layers of one decoder layer that are measured together and get the same rung; of a mixture, those of all experts."""
 
     specs: tuple[TensorSpec, ...]
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from arctool.bake.budget.allocation import (
@@ -29,7 +30,7 @@ OPTION = "--bpw"
 class Need:
     """What is to be decided: `bits` for the `groups`, whose highest uniform rung within them is `rung`; `pinned` bits are spent already.
 
-    `weights`: of all linear layers, over which the rate is taken.
+    `weights`: of all linear layers, over which the rate is taken. `split`: kinds of experts (`kind`) some of which the pins settle.
     """
 
     pins: RecipeFile
@@ -38,6 +39,7 @@ class Need:
     pinned: int
     bits: int
     rung: str
+    split: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, specs: Sequence[TensorSpec], layers: int, pins: RecipeFile, bpw: float) -> Need:
@@ -64,7 +66,7 @@ class Need:
                 f"{OPTION}: expected {math.ceil(low * 1000) / 1000:.3f} ({first} in all linear layers{beside}) to "
                 f"{math.floor(high * 1000) / 1000:.3f} ({last}) bits a weight of this model, scales and signs included; found {bpw:g}"
             )
-        return cls(pins, groups, weights, pinned, bits, name)
+        return cls(pins, groups, weights, pinned, bits, name, frozenset(map(kind, held)))
 
     @property
     def uniform(self) -> tuple[str, ...]:
@@ -84,16 +86,28 @@ class Need:
         return names if mixed < uniform else self.uniform
 
     def recipe(self, names: Sequence[str]) -> Recipe:
-        """The recipe that gives each group its name: the name that most weights get is its default, the rest are rules by exact keys."""
+        """The recipe that gives each group its name: the name that most weights get is its default, the rest are rules by exact keys.
+
+        All experts of a kind are one rule: a large mixture has tens of thousands, and every rule is asked for every one of them.
+        """
         given = tuple(zip(self.groups, names, strict=True))
         default = max(LADDER, key=lambda name: sum(group.weights for group, its in given if its == name))
-        rules = (Rule(OPTION, name, key) for group, name in given if name != default for key in group.keys)
+        rules = (Rule(OPTION, name, match) for group, name in given if name != default for match in self._matches(group))
         base = self.pins.over(self.rung)
         return replace(base, default=default, rules=(*base.rules, *rules))
+
+    def _matches(self, group: Group) -> Iterable[str]:
+        """Patterns of the group's keys that are for nothing else: a group has every expert of a kind that the pins leave."""
+        return dict.fromkeys(key if kind(key) in self.split else kind(key) for key in group.keys)
 
     def rate(self, names: Sequence[str]) -> float:
         """Stored bits a weight where each group gets its name."""
         return (self.pinned + sum(group.bits(name) for group, name in zip(self.groups, names, strict=True))) / self.weights
+
+
+def kind(key: str) -> str:
+    """The key with a `*` in place of an expert's number."""
+    return re.sub(r"(?<=\.experts\.)\d+(?=\.)", "*", key)
 
 
 def check_bpw(bpw: float) -> None:

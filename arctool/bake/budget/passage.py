@@ -14,11 +14,12 @@ from dataclasses import dataclass, replace
 import torch
 
 from arctool.bake.calibration.stream import LiveLinear
-from arctool.kernels.registry import TokenClass, default_registry
+from arctool.kernels.registry import default_registry
 from arctool.quant.tensor import Weight
 from arctool.run.kv.blocks import blocks_for
-from arctool.run.kv.cache import KVCache
 from arctool.run.layers.linear import Embedding, Projection
+from arctool.run.layers.mlp import SwiGLU
+from arctool.run.layers.moe import SparseMoe
 from arctool.run.layers.rmsnorm import RMSNorm
 from arctool.run.models import architecture
 from arctool.run.models.decoder import Block, CausalLM
@@ -78,14 +79,14 @@ class Passage:
         blocks = 0
         for window in windows:
             count = blocks_for(len(window), BLOCK_SIZE)
-            spans.append(Span(window, 0, range(blocks, blocks + count), TokenClass.PREFILL, 0))
+            spans.append(Span(window, 0, range(blocks, blocks + count), 0))
             blocks += count
         step = build_step(spans, BLOCK_SIZE)
-        return Batch(step, blocks, self._model.rope.at(step.positions))
+        return Batch(step, blocks, self._model.rope.at(torch.from_numpy(step.positions)))
 
     def embedded(self, batch: Batch) -> torch.Tensor:
         """The hidden states before the first layer, f32 [tokens, hidden]."""
-        return self._model.embedding(batch.step.ids)
+        return self._model.embedding(torch.from_numpy(batch.step.ids))
 
     def block(self, layer: int) -> Block:
         """A decoder layer with its weights in f32."""
@@ -101,8 +102,7 @@ class Passage:
     @torch.inference_mode()
     def through(self, block: Block, states: torch.Tensor, batch: Batch) -> torch.Tensor:
         """Hidden states f32 [tokens, hidden] after `block`."""
-        cache = KVCache(self._source.config, batch.blocks, BLOCK_SIZE)
-        return block(states, batch.step, batch.rotation, cache)
+        return block(states, batch.step, batch.rotation)
 
     @torch.inference_mode()
     def normed(self, states: torch.Tensor) -> torch.Tensor:
@@ -118,7 +118,9 @@ class Passage:
 def linear_keys(block: Block) -> tuple[str, ...]:
     """The linear layers of a block without weights, or with any."""
     attention, mlp = block.attention, block.mlp
-    return tuple(_key(part) for part in (attention.q, attention.k, attention.v, attention.o, mlp.gate, mlp.up, mlp.down))
+    mlps, router = ((mlp,), ()) if isinstance(mlp, SwiGLU) else (mlp.experts, (mlp.router,))
+    parts = (attention.q, attention.k, attention.v, attention.o, *router, *(part for one in mlps for part in (one.gate, one.up, one.down)))
+    return tuple(_key(part) for part in parts)
 
 
 def swapped(block: Block, instead: Mapping[str, LiveLinear]) -> Block:
@@ -127,12 +129,16 @@ def swapped(block: Block, instead: Mapping[str, LiveLinear]) -> Block:
     def choose(part: Projection) -> Projection:
         return instead.get(_key(part), part)
 
+    def chosen(mlp: SwiGLU) -> SwiGLU:
+        return replace(mlp, gate=choose(mlp.gate), up=choose(mlp.up), down=choose(mlp.down))
+
     attention, mlp = block.attention, block.mlp
-    return replace(
-        block,
-        attention=replace(attention, q=choose(attention.q), k=choose(attention.k), v=choose(attention.v), o=choose(attention.o)),
-        mlp=replace(mlp, gate=choose(mlp.gate), up=choose(mlp.up), down=choose(mlp.down)),
-    )
+    if isinstance(mlp, SwiGLU):
+        changed: SwiGLU | SparseMoe = chosen(mlp)
+    else:
+        changed = replace(mlp, router=choose(mlp.router), experts=tuple(map(chosen, mlp.experts)))
+    attention = replace(attention, q=choose(attention.q), k=choose(attention.k), v=choose(attention.v), o=choose(attention.o))
+    return replace(block, attention=attention, mlp=changed)
 
 
 def final_states(source: WeightSource, windows: Sequence[Sequence[int]], pool: Executor, say: Say) -> tuple[list[torch.Tensor], LiveLinear]:

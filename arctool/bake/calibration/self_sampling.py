@@ -21,8 +21,8 @@ from arctool.errors import RequestError, SourceError, UsageError
 from arctool.run.config import ModelConfig
 from arctool.run.engine import Completion, FinishReason
 from arctool.run.llm import LLM, EngineOptions
-from arctool.run.sampler import uniform
-from arctool.run.sampling_params import SamplingParams
+from arctool.run.sampling.noise import uniform
+from arctool.run.sampling.params import SamplingParams
 
 SEQUENCE_TOKENS = 256
 """Prompt included."""
@@ -33,7 +33,7 @@ AT_ONCE = 32
 MAX_FAILURES = 32
 """Sequences that may fail before it counts that most of them do."""
 START_STREAM = 1
-"""Of random numbers: free starts; stream 0 draws the tokens (`run/sampler.py`)."""
+"""Of random numbers: free starts; streams 0 and 2 are the sampler's (`run/sampling/noise.py`)."""
 TODAY = datetime(2025, 1, 15)  # for templates that print the date; a clock's would make every day another text
 
 PROMPTS = (

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from arctool.bake.source.expert_store import unstacked
 from arctool.bake.source.gguf_source import open_gguf
 from arctool.bake.source.hf_directory import PICKLE_SUFFIXES, open_hf_directory
 from arctool.bake.source.hub import fetch_snapshot
@@ -30,6 +31,7 @@ from arctool.errors import SourceError, UsageError
 from arctool.quant.tensor import DenseTensor
 from arctool.run.config import ModelConfig
 from arctool.run.models import architecture
+from arctool.run.models.experts import expert_slices, stack_shape
 from arctool.run.models.spec import TensorSpec
 
 HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*/[\w.-]+?)(?:@([\w./-]+))?")
@@ -64,6 +66,29 @@ class SourceRows:
         return self.store.read(self.name, self.which)
 
 
+@dataclass(frozen=True)
+class SourceStack:
+    """All experts' matrices of one kind as a stack [experts, out, in], or some rows of it, counted through all of them."""
+
+    parts: tuple[SourceRows, ...]
+    shape: tuple[int, ...]
+
+    def rows(self, which: slice) -> SourceStack:
+        """Some rows of the whole stack, as one matrix [n, in]."""
+        height, width = self.parts[0].shape
+        start, stop, _ = which.indices(height * len(self.parts))
+        found = [
+            part.rows(slice(max(start - at * height, 0), min(stop - at * height, height)))
+            for at, part in enumerate(self.parts)
+            if start < (at + 1) * height and at * height < stop
+        ]
+        return SourceStack(tuple(found), (max(0, stop - start), width))
+
+    def dense(self) -> NDArray[np.float32]:
+        """The values f32. Raises SourceError."""
+        return np.concatenate([part.dense() for part in self.parts]).reshape(self.shape)
+
+
 class Checkpoint:
     """An opened, checked source. Tensors are read from the disk on every call; nothing is kept.
 
@@ -71,7 +96,6 @@ class Checkpoint:
     """
 
     def __init__(self, source: Source, origin: str) -> None:
-        self._source = source
         self.origin = origin
         self.config_json: dict[str, Any] = source.config_json
         refuse_quantised(source)
@@ -80,7 +104,9 @@ class Checkpoint:
         self.terms = source.terms
         model = architecture(self.config.architecture, f"{source.where}: config.json")
         self.specs: tuple[TensorSpec, ...] = model.tensors(self.config)
-        self.ignored = check_tensors(source, self.specs, tied=self.config.tie_word_embeddings)
+        self._experts = model.experts
+        self._source = unstacked(source, self.config, model.experts)
+        self.ignored = check_tensors(self._source, self.specs, tied=self.config.tie_word_embeddings)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -119,8 +145,17 @@ class Checkpoint:
         self._known(name)
         return self._source.store.entries[name].file
 
-    def lazily(self, key: str) -> SourceRows:
-        """The weight of module `key`, of which nothing has been read."""
+    def lazily(self, key: str) -> SourceRows | SourceStack:
+        """The weight of module `key`, or of a stack of experts as an artifact may have it, of which nothing has been read."""
+        name = f"{key}.weight"
+        if name not in self._source.store.entries and self._experts is not None:
+            slices = expert_slices(self.config, self._experts)
+            stack = [expert for expert, places in slices if any(place.stack == key and place.alone for place in places)]
+            if stack:
+                return SourceStack(tuple(self._lazily(expert) for expert in stack), stack_shape(self.config, key))
+        return self._lazily(key)
+
+    def _lazily(self, key: str) -> SourceRows:
         name = f"{key}.weight"
         self._known(name)
         return SourceRows(self._source.store, name, self._source.store.entries[name].shape, ALL_ROWS)

@@ -1,7 +1,8 @@
 """A GGUF file as a source: llama.cpp's names, metadata and row order turned back into those of the Hugging Face checkpoint.
 
-Architectures `llama` (Llama and Mistral), `qwen2` and `qwen3`. Anything in the file whose meaning is not known is
-refused by name, because a tensor or field that is silently left out changes the model.
+Architectures `llama` (Llama and Mistral, and Mixtral where it has experts), `qwen2`, `qwen3` and `qwen3moe`; the stacks of their experts
+are given out as stacks (`expert_store` takes them apart). Anything in the file whose meaning is not known is refused by name, because
+a tensor or field that is silently left out changes the model.
 """
 
 from __future__ import annotations
@@ -37,6 +38,13 @@ LAYER_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+EXPERT_NAMES = {
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.gate_proj",
+    "ffn_up_exps": "mlp.experts.up_proj",
+    "ffn_down_exps": "mlp.experts.down_proj",
+}
+ROUTER = re.compile(r"blk\.(\d+)\.ffn_gate_inp\.weight")
 Row = TypeVar("Row", bound=np.generic)
 
 ROPE_FACTORS = "rope_freqs.weight"
@@ -50,12 +58,20 @@ MAPPED = (
 )
 """Metadata `<arch>.*` that our config holds, or that says nothing about the computation (the last three)."""
 
+MAPPED_EXPERTS = ("expert_count", "expert_used_count", "expert_feed_forward_length")
+"""The same of a mixture of experts."""
+
+SOFTMAX = 1
+"""llama.cpp's `expert_gating_func` for a softmax over all experts."""
+
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "tensor_data_layout": ("Meta AI original pth",),
     "attention.causal": (True,),
     "rope.scale_linear": (1.0, 0.0),
     "rope.scaling.attn_factor": (1.0,),
-    **dict.fromkeys(("expert_count", "expert_used_count", "leading_dense_block_count", "attention.sliding_window"), (0,)),
+    **dict.fromkeys((*MAPPED_EXPERTS, "leading_dense_block_count", "attention.sliding_window"), (0,)),
+    **dict.fromkeys(("expert_shared_count", "expert_group_count", "expert_group_used_count", "expert_shared_feed_forward_length"), (0,)),
+    **{"expert_gating_func": (SOFTMAX,), "expert_weights_norm": (True,), "expert_weights_scale": (1.0, 0.0)},
     **dict.fromkeys(("attention.scale", "attention.clamp_kqv", "attention.max_alibi_bias", "residual_scale", "embedding_scale"), (0.0,)),
     **dict.fromkeys(("logit_scale", "final_logit_softcapping", "attn_logit_softcapping"), (0.0,)),
 }
@@ -64,19 +80,24 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class Family:
-    """What an architecture of GGUF is in Hugging Face terms. `interleaved`: llama.cpp permuted the rows of q and k."""
+    """What an architecture of GGUF is in Hugging Face terms. `interleaved`: llama.cpp permuted the rows of q and k; `experts`: it is a
+    mixture, the layers without a router being dense, and llama.cpp always divides the weights of the chosen ones by their sum."""
 
     class_name: str
     model_type: str
     interleaved: bool
     extra: Mapping[str, Any]
+    experts: bool = False
 
 
 FAMILIES = {
     "llama": Family("LlamaForCausalLM", "llama", True, {"attention_bias": False, "mlp_bias": False}),
     "qwen2": Family("Qwen2ForCausalLM", "qwen2", False, {"use_sliding_window": False}),
     "qwen3": Family("Qwen3ForCausalLM", "qwen3", False, {"attention_bias": False, "use_sliding_window": False}),
+    "qwen3moe": Family("Qwen3MoeForCausalLM", "qwen3_moe", False, {"attention_bias": False, "use_sliding_window": False}, True),
 }
+MIXTRAL = Family("MixtralForCausalLM", "mixtral", True, {}, True)
+"""What `llama` is where it counts experts."""
 
 
 class GgufStore:
@@ -93,13 +114,14 @@ class GgufStore:
         """Raise SourceError where the block type of tensor `name` cannot be dequantised."""
         self._file.check_readable(self._tensors[name])
 
-    def blocks(self, name: str) -> NDArray[np.uint8] | None:
-        """The blocks of tensor `name`, None where it holds plain numbers. Whole rows move, so that no value changes."""
+    def blocks(self, name: str, rows: slice = ALL_ROWS) -> NDArray[np.uint8] | None:
+        """The blocks of tensor `name`, or of some rows of it, None where it holds plain numbers. Whole rows move, so no value changes."""
         tensor = self._tensors[name]
         if tensor.type_name in ("F32", "BF16") or len(tensor.shape) < 2:
             return None
-        blocks = self._file.raw(tensor)
-        return deinterleave(blocks, self._heads[name]) if name in self._heads else blocks
+        if name in self._heads:
+            return deinterleave(self._file.raw(tensor), self._heads[name])[rows]
+        return self._file.raw(tensor, rows)
 
     def read(self, name: str, rows: slice = ALL_ROWS) -> NDArray[np.float32]:
         """The values f32 of tensor `name`, or of some rows of it."""
@@ -128,8 +150,10 @@ def open_gguf(path: Path) -> Source:
     family = FAMILIES.get(arch)
     if family is None:
         raise SourceError(f"{path}: general.architecture: {arch!r} is not one that we read; known: {', '.join(FAMILIES)}")
+    if arch == "llama" and fields.metadata.get("llama.expert_count", 0) != 0:
+        family = MIXTRAL
     config = config_json(fields, family, arch)
-    names = tensor_names(file)
+    names = tensor_names(file, LAYER_NAMES | EXPERT_NAMES if family.experts else LAYER_NAMES)
     heads = interleaved_heads(config, names) if family.interleaved else {}
     store = GgufStore(file, names, heads)
     terms = terms_of({name.replace(".", "_"): file.metadata.get(f"general.{name}") for name in ("license", "license.name", "license.link")})
@@ -171,7 +195,7 @@ def config_json(fields: Metadata, family: Family, arch: str) -> dict[str, Any]:
     """The config.json that the Hugging Face checkpoint would have."""
     hidden, heads = fields.count(f"{arch}.embedding_length"), fields.count(f"{arch}.attention.head_count")
     head_dim = fields.count(f"{arch}.attention.key_length", hidden // heads)
-    _refuse_unmapped(fields, arch, head_dim)
+    _refuse_unmapped(fields, arch, head_dim, MAPPED + MAPPED_EXPERTS if family.experts else MAPPED)
     embedding = fields.tensors.get("token_embd.weight")
     if embedding is None:
         raise SourceError(f"{fields.path}: tensor token_embd.weight is missing; the file is no language model or incomplete")
@@ -193,6 +217,7 @@ def config_json(fields: Metadata, family: Family, arch: str) -> dict[str, Any]:
         "tie_word_embeddings": "output.weight" not in fields.tensors,
         "torch_dtype": "bfloat16",
         **family.extra,
+        **(expert_fields(fields, family, arch) if family.experts else {}),
     }
     for field, key in (("bos_token_id", "bos"), ("eos_token_id", "eos"), ("pad_token_id", "padding")):
         value = fields.metadata.get(f"tokenizer.ggml.{key}_token_id")
@@ -201,13 +226,30 @@ def config_json(fields: Metadata, family: Family, arch: str) -> dict[str, Any]:
     return config
 
 
-def _refuse_unmapped(fields: Metadata, arch: str, head_dim: int) -> None:
+def expert_fields(fields: Metadata, family: Family, arch: str) -> dict[str, Any]:
+    """The fields of config.json that say which experts there are. Raises SourceError for dense layers in an architecture without."""
+    layers = fields.count(f"{arch}.block_count")
+    routed = {int(match.group(1)) for name in fields.tensors if (match := ROUTER.fullmatch(name))}
+    dense = [layer for layer in range(layers) if layer not in routed]
+    counts = {"num_experts": fields.count(f"{arch}.expert_count"), "num_experts_per_tok": fields.count(f"{arch}.expert_used_count")}
+    if family is MIXTRAL:
+        if dense:
+            raise SourceError(f"{fields.path}: blk.{dense[0]}.ffn_gate_inp.weight is missing; every layer of Mixtral has experts")
+        width = fields.count(f"{arch}.expert_feed_forward_length", fields.count(f"{arch}.feed_forward_length"))
+        if width != fields.count(f"{arch}.feed_forward_length"):
+            raise SourceError(f"{fields.path}: {arch}.expert_feed_forward_length: {width} is not {arch}.feed_forward_length")
+        return {"num_local_experts": counts["num_experts"], "num_experts_per_tok": counts["num_experts_per_tok"]}
+    width = fields.count(f"{arch}.expert_feed_forward_length")
+    return {**counts, "moe_intermediate_size": width, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": dense}
+
+
+def _refuse_unmapped(fields: Metadata, arch: str, head_dim: int, mapped: tuple[str, ...]) -> None:
     """Refuse metadata that no field of our config expresses, unless its value changes nothing."""
     same_as_head = {"rope.dimension_count": (head_dim,), "attention.value_length": (head_dim,)}
     neutral: dict[str, tuple[Any, ...]] = {**NEUTRAL, **same_as_head}
     for key, value in fields.metadata.items():
         name = key.removeprefix(f"{arch}.")
-        if name == key or name in MAPPED:
+        if name == key or name in mapped:
             continue
         if name not in neutral:
             raise SourceError(
@@ -258,7 +300,7 @@ def frequency_factors(theta: float, head_dim: int, scaling: Mapping[str, Any]) -
     return factors
 
 
-def tensor_names(file: GgufFile) -> dict[str, str]:
+def tensor_names(file: GgufFile, layer_names: Mapping[str, str] = LAYER_NAMES) -> dict[str, str]:
     """Hugging Face name → name in the file, for every tensor but the rotary factors. Raises SourceError for an unknown one."""
     names = {}
     for name in file.tensors:
@@ -266,7 +308,7 @@ def tensor_names(file: GgufFile) -> dict[str, str]:
             continue
         match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
         layer, stem, suffix = match.groups() if match else (None, "", "")
-        module = (OUTER_NAMES if layer is None else LAYER_NAMES).get(stem)
+        module = (OUTER_NAMES if layer is None else layer_names).get(stem)
         if module is None:
             raise SourceError(f"{file.path}: tensor {name}: unknown; the model has parts that this version does not read from GGUF")
         prefix = "" if layer is None else f"model.layers.{int(layer)}."

@@ -56,7 +56,7 @@ class SafetensorsStore:
                 "convert the checkpoint to one of them"
             )
 
-    def blocks(self, name: str) -> NDArray[np.uint8] | None:
+    def blocks(self, name: str, rows: slice = ALL_ROWS) -> NDArray[np.uint8] | None:
         """None: safetensors files hold plain numbers."""
         return None
 

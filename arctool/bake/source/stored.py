@@ -49,8 +49,9 @@ class TensorStore(Protocol):
         """Raise SourceError where the storage type of tensor `name` is not one that `read` understands."""
         ...
 
-    def blocks(self, name: str) -> NDArray[np.uint8] | None:
-        """The bytes u8 [..., row_bytes] of a tensor of GGML blocks, rows in the order of `read`; None where it is stored otherwise."""
+    def blocks(self, name: str, rows: slice = ALL_ROWS) -> NDArray[np.uint8] | None:
+        """The bytes u8 [..., row_bytes] of a tensor of GGML blocks, or of some rows of it, rows in the order of `read`; None where it is
+        stored otherwise."""
         ...
 
     def read(self, name: str, rows: slice = ALL_ROWS) -> NDArray[np.float32]:

@@ -1,7 +1,6 @@
-"""Vector IR for rows of GGML blocks: an f16 at any byte, q8_0 expanded to f32, and its dot product with one token from the bytes.
+"""Vector IR for rows of GGML blocks: an f16 at any byte, and q8_0 expanded to f32 by the oracle's one operation (code · scale, exact).
 
-The latter two make each weight by the oracle's one operation (code · scale, exact), and `dot_q8_0` takes sums in the order of
-`ir.dot_oracle`, so it has the bits of expanding first. All trust their callers: the row is whole blocks, its scales are finite.
+Both trust their callers: the row is whole blocks, its scales are finite.
 """
 
 from __future__ import annotations
@@ -12,11 +11,12 @@ from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
-from arctool.kernels.cpu.ir import FLOAT, HALF, I32, I64, LANES, fold
+from arctool.kernels.cpu.ir import FLOAT, I32, I64, LANES
 from arctool.quant.ggml import Q8_0
 
 I16 = ir.IntType(16)
 WIDTH = LANES // 2
+HALF = ir.VectorType(FLOAT, WIDTH)
 CODES = ir.VectorType(ir.IntType(8), WIDTH)
 WIDE = ir.VectorType(I32, WIDTH)
 GROUPS = Q8_0.block // WIDTH
@@ -83,25 +83,5 @@ def expand_q8_0(typing_context: Any, row: Any, blocks: Any, out: Any) -> Any:
             for group, weights in enumerate(q8_0_weights(builder, block)):
                 builder.store(weights, _vector(builder, target, loop.index, group), align=4)
         return context.get_dummy_value()
-
-    return signature, generate
-
-
-@intrinsic
-def dot_q8_0(typing_context: Any, row: Any, blocks: Any, x: Any) -> Any:
-    """Σ w[j]·x[j] over the 32 · `blocks` weights of `row`: u8 [34 · blocks], in the order of `ir.dot_oracle`."""
-    signature = types.float32(row, types.int64, x)
-
-    def generate(context: Any, builder: Any, sig: Any, arguments: Any) -> Any:
-        source = _pointer(context, builder, sig.args[0], arguments[0])
-        token = _pointer(context, builder, sig.args[2], arguments[2])
-        sums = [cgutils.alloca_once_value(builder, ir.Constant(HALF, [0.0] * WIDTH)) for _ in range(2)]
-        with cgutils.for_range(builder, arguments[1]) as loop:
-            block = builder.gep(source, [builder.mul(loop.index, I64(Q8_0.block_bytes))])
-            for group, weights in enumerate(q8_0_weights(builder, block)):
-                x = builder.load(_vector(builder, token, loop.index, group), align=4)
-                total = sums[group % 2]
-                builder.store(builder.fadd(builder.load(total), builder.fmul(weights, x)), total)
-        return fold(builder, builder.load(sums[0]), builder.load(sums[1]))
 
     return signature, generate

@@ -1,84 +1,99 @@
-"""Two pieces of vector IR that plain numba cannot say: an unaligned 32-bit window load and a dot product with a fixed order.
+"""Vector IR that plain numba cannot say, and the one order of reduction of every product on a CPU, with its oracle in numpy.
 
-They know pointers and lanes, not formats. `dot` is the one order of reduction of every fused CPU kernel, whatever the batch.
+It knows pointers and lanes, not formats. Element j of a dot product goes by fused multiply-add to partial sum j mod 16, in rising j; then
+the sums are folded 16 → 8 → 4 → 2 → 1. No batch, tile or thread can change that order, so nothing can change a token's bits.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from llvmlite import ir
-from numba.core import cgutils, types
-from numba.extending import intrinsic
+from numba.core import cgutils
 from numpy.typing import NDArray
 
-FLOAT, I32, I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
+FLOAT, I8, I32, I64 = ir.FloatType(), ir.IntType(8), ir.IntType(32), ir.IntType(64)
 LANES = 16
-"""Partial sums of a dot product: two AVX2 registers, enough to hide the latency of an addition."""
+"""Partial sums of a dot product: one AVX-512 register or two of AVX2."""
 
-HALF = ir.VectorType(FLOAT, LANES // 2)
+VECTOR = ir.VectorType(FLOAT, LANES)
+INTS = ir.VectorType(I32, LANES)
+
+
+def fma_oracle(a: NDArray[np.float32], b: NDArray[np.float32], c: NDArray[np.float32]) -> NDArray[np.float32]:
+    """a·b + c with one rounding, f32. The product is exact in f64; the sum is rounded to odd there, so that the second rounding is right.
+
+    (Boldo and Melquiond, "Emulation of a FMA and correctly rounded sums", 2008.) Finite values without overflow only.
+    """
+    product, addend = a.astype(np.float64) * b.astype(np.float64), c.astype(np.float64)
+    total = product + addend
+    virtual = total - product
+    lost = (product - (total - virtual)) + (addend - virtual)
+    even = total.view(np.uint64) % 2 == 0
+    towards = np.nextafter(total, np.where(lost > 0, np.inf, -np.inf))
+    rounded: NDArray[np.float32] = np.where((lost != 0) & even, towards, total).astype(np.float32)
+    return rounded
 
 
 def dot_oracle(w: NDArray[np.float32], x: NDArray[np.float32]) -> NDArray[np.float32]:
-    """The order that `dot` obeys, in numpy: f32 [rows] = w [rows, n] · x [n].
-
-    Element j is multiplied, rounded and added to partial sum j mod 16, in rising j; then the sums are folded 16 → 8 → 4 → 2 → 1.
-    """
+    """The order that every product obeys, in numpy: f32 [rows] = w [rows, n] · x [n]."""
     n = x.shape[0]
     padded = -(-n // LANES) * LANES
-    products = np.zeros((w.shape[0], padded), np.float32)
-    products[:, :n] = w * x
-    lanes = np.zeros((w.shape[0], LANES), np.float32)
+    weights, inputs = np.zeros((w.shape[0], padded), np.float32), np.zeros(padded, np.float32)
+    weights[:, :n], inputs[:n] = w, x
+    sums = np.zeros((w.shape[0], LANES), np.float32)
     for start in range(0, padded, LANES):
-        lanes = lanes + products[:, start : start + LANES]
-    while lanes.shape[1] > 1:
-        half = lanes.shape[1] // 2
-        lanes = lanes[:, :half] + lanes[:, half:]
-    return lanes[:, 0]
+        part = slice(start, start + LANES)
+        sums = fma_oracle(weights[:, part], np.broadcast_to(inputs[part], sums.shape), sums)
+    while sums.shape[1] > 1:
+        half = sums.shape[1] // 2
+        sums = sums[:, :half] + sums[:, half:]
+    return sums[:, 0]
 
 
-@intrinsic
-def load_window(typing_context: Any, data: Any, byte: Any) -> Any:
-    """The little-endian u32 at any byte offset of a u8 array; the caller guarantees that four bytes are there."""
-    signature = types.uint32(data, byte)
-
-    def generate(context: Any, builder: Any, sig: Any, arguments: Any) -> Any:
-        pointer = context.make_array(sig.args[0])(context, builder, arguments[0]).data
-        address = builder.bitcast(builder.gep(pointer, [arguments[1]]), I32.as_pointer())
-        return builder.load(address, align=1)
-
-    return signature, generate
+def fma(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
+    """a·b + c lane by lane, with one rounding."""
+    kind = ir.FunctionType(VECTOR, [VECTOR] * 3)
+    function = cgutils.get_or_insert_function(builder.module, kind, f"llvm.fma.v{LANES}f32")
+    return builder.call(function, [a, b, c])
 
 
-def fold(builder: ir.IRBuilder, low: ir.Value, high: ir.Value) -> ir.Value:
+def fold(builder: ir.IRBuilder, sums: ir.Value) -> ir.Value:
     """Sum of the sixteen lanes by halving, in the oracle's order."""
-    total, width = builder.fadd(low, high), LANES // 2
+    total, width = sums, LANES
     while width > 1:
         width //= 2
-        index = ir.VectorType(I32, width)
-        undefined = ir.Constant(total.type, ir.Undefined)
-        first = builder.shuffle_vector(total, undefined, ir.Constant(index, list(range(width))))
-        second = builder.shuffle_vector(total, undefined, ir.Constant(index, list(range(width, 2 * width))))
+        first, second = (shuffled(builder, total, list(range(start, start + width))) for start in (0, width))
         total = builder.fadd(first, second)
-    return builder.extract_element(total, ir.Constant(I32, 0))
+    return builder.extract_element(total, I32(0))
 
 
-@intrinsic
-def dot(typing_context: Any, w: Any, x: Any, count: Any) -> Any:
-    """Σ w[j]·x[j] over `count` f32 values (a multiple of 16: the caller pads with zeros), in the order of `dot_oracle`."""
-    signature = types.float32(w, x, types.int64)
+def shuffled(builder: ir.IRBuilder, vector: ir.Value, places: list[int], other: ir.Value | None = None) -> ir.Value:
+    """Lanes `places` of `vector` (and, from its width on, of `other`)."""
+    second = ir.Constant(vector.type, ir.Undefined) if other is None else other
+    return builder.shuffle_vector(vector, second, ir.Constant(ir.VectorType(I32, len(places)), places))
 
-    def generate(context: Any, builder: Any, sig: Any, arguments: Any) -> Any:
-        pointers = [context.make_array(kind)(context, builder, value).data for kind, value in zip(sig.args[:2], arguments[:2], strict=True)]
-        zero = ir.Constant(HALF, [0.0] * (LANES // 2))
-        sums = [cgutils.alloca_once_value(builder, zero) for _ in range(2)]
-        blocks = builder.sdiv(arguments[2], ir.Constant(I64, LANES))
-        with cgutils.for_range(builder, blocks) as loop:
-            for half, accumulator in enumerate(sums):
-                offset = builder.add(builder.mul(loop.index, ir.Constant(I64, LANES)), ir.Constant(I64, half * LANES // 2))
-                values = [builder.load(builder.bitcast(builder.gep(pointer, [offset]), HALF.as_pointer()), align=4) for pointer in pointers]
-                builder.store(builder.fadd(builder.load(accumulator), builder.fmul(*values)), accumulator)
-        return fold(builder, builder.load(sums[0]), builder.load(sums[1]))
 
-    return signature, generate
+def splat(builder: ir.IRBuilder, scalar: ir.Value, lanes: int = LANES) -> ir.Value:
+    """A vector whose lanes are all `scalar`."""
+    first = builder.insert_element(ir.Constant(ir.VectorType(scalar.type, lanes), ir.Undefined), scalar, I32(0))
+    return shuffled(builder, first, [0] * lanes)
+
+
+def constant(value: float, lanes: int = LANES) -> ir.Constant:
+    """A vector whose lanes are all the f32 `value`."""
+    return ir.Constant(ir.VectorType(FLOAT, lanes), [float(np.float32(value))] * lanes)
+
+
+def pointer(builder: ir.IRBuilder, address: ir.Value, kind: ir.Type) -> ir.Value:
+    """The pointer to `kind` at an address given as i64."""
+    return builder.inttoptr(address, kind.as_pointer())
+
+
+def vector_at(builder: ir.IRBuilder, base: ir.Value, element: ir.Value) -> ir.Value:
+    """The sixteen f32 that begin `element` floats behind the float pointer `base`; any alignment."""
+    return builder.load(builder.bitcast(builder.gep(base, [element]), VECTOR.as_pointer()), align=4)
+
+
+def put_vector(builder: ir.IRBuilder, value: ir.Value, base: ir.Value, element: ir.Value) -> None:
+    """Store sixteen f32 where `vector_at` would read them."""
+    builder.store(value, builder.bitcast(builder.gep(base, [element]), VECTOR.as_pointer()), align=4)

@@ -20,7 +20,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from numba import config, njit
+from numba import config, njit, types
+from numba.core.ccallback import CFunc
 
 from arctool.errors import UsageError
 from arctool.kernels.cpu.jit_cache import KernelCache, unique_name
@@ -81,19 +82,48 @@ def jit(*, parallel: bool = False) -> Callable[[Callable[..., Any]], Any]:
         function.__qualname__ = unique_name(function)
         dispatcher = njit(nogil=True, parallel=parallel)(function)
         if not (parallel and function.__closure__):
-            _enable_cache(dispatcher)
+            _enable_cache(dispatcher, function)
         return _one_at_a_time(dispatcher) if parallel else dispatcher
 
     return decorate
 
 
-def _enable_cache(dispatcher: Any) -> None:
+ENTRY_ARGUMENTS = ("operands", "step", "counter", "scratch")
+"""What a kernel of a program is called with, all i64: the addresses of its operands, of the step's numbers, of the counter from which lanes
+take tasks, and of memory of the lane's own."""
+
+
+def entry(function: Callable[..., Any]) -> Callable[[], int]:
+    """Decorator: a kernel that a team of threads calls by address (`team`). Returns what compiles it on first call and gives the address.
+
+    It raises nothing, allocates nothing, and divides as machines do.
+    """
+    function.__qualname__ = unique_name(function)
+
+    @functools.cache
+    def address() -> int:
+        signature = (types.int64,) * len(ENTRY_ARGUMENTS), types.void
+        compiled = CFunc(function, signature, locals={}, options={"nogil": True, "error_model": "numpy"})
+        _enable_cache(compiled, function)
+        compiled.compile()
+        _compiled.append(compiled)
+        return int(compiled.address)
+
+    address.__name__ = function.__name__
+    return address
+
+
+_compiled: list[CFunc] = []
+"""Machine code lives as long as what compiled it."""
+
+
+def _enable_cache(dispatcher: Any, function: Callable[..., Any]) -> None:
     try:
         with _cache_setting:
             directory = cache_directory()
             directory.mkdir(parents=True, exist_ok=True)
             with _numba_cache_in(directory):
-                dispatcher._cache = KernelCache(dispatcher.py_func)  # what `enable_caching` does with numba's own
+                dispatcher._cache = KernelCache(function)  # what `enable_caching` does with numba's own
     except (OSError, RuntimeError):
         # A home that is read-only or unknown costs some seconds of compiling at each start, nothing else.
         return

@@ -1,7 +1,7 @@
-"""Matrix products over stored rows on a CPU: fused (rows decoded into a cache line's worth of scratch and dotted at once) and dense.
+"""Matrix products over stored rows on a CPU: a panel of rows is expanded to f32 in the lane's own memory and meets every token there.
 
-`fused` never materialises the matrix: a row is decoded once and dotted with every token while it is in the first-level cache. Each
-dot product has the one order of `ir.dot_oracle`, so a token's result does not depend on how many others there are.
+A row is expanded once, whatever the number of tokens. Each dot product has the one order of `ir.dot_oracle`, so a token's result does not
+depend on how many others there are, where in the batch it stands, or how the rows are shared out.
 """
 
 from __future__ import annotations
@@ -11,99 +11,221 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from numba import prange
-from numpy.typing import NDArray
 
-from arctool.kernels.cpu.ir import LANES, dot
-from arctool.kernels.cpu.jit import jit
-from arctool.kernels.cpu.rows import HISTORY_BYTES, trellis_row_decoder
+from arctool.kernels.cpu.jit import entry, jit
+from arctool.kernels.cpu.memory import f32_at, i64_at, take, u8_at, u16_at
+from arctool.kernels.cpu.rotation import restore
+from arctool.kernels.cpu.streams_ir import expander
+from arctool.kernels.cpu.tile_ir import host_tile, tile
 from arctool.quant.trellis import Geometry
 
-ROWS_PER_TASK = 16
-"""Rows that one parallel task decodes: amortises its scratch buffers, and still shares 192 rows over many cores."""
+PANEL_BYTES = 256 << 10
+"""Expanded rows that a lane holds at a time: they share the second-level cache with the tokens of a tile."""
 
-FusedTrellis = Callable[[Any, Any, Any, Any, int, Any], None]
-DecodeTrellis = Callable[[Any, Any, Any, Any], None]
+LONGEST_PANEL = 32
+TASK_ROWS = 32
+"""Rows of a task at least; a task holds whole blocks of the output's rotation."""
 
-
-def padded_width(in_features: int) -> int:
-    """Columns of the activations that the fused kernels read: whole groups of 16, the rest zero."""
-    return -(-in_features // LANES) * LANES
+# Operands. Of the weight: rows, inputs, inputs padded to 16, where its rows lie and how long each is, and what their kind needs beside
+# them (`TAIL`: a padded copy of the rows from `TAIL_FIRST` on; `PERIODS`: periods or blocks of a row, or entries of the table).
+ROWS, INPUTS, WIDTH, DATA, ROW_BYTES, TAIL_FIRST, TAIL, TABLE, PERIODS = range(9)
+SIDE_A, SIDE_A_BYTES, SIDE_B, SIDE_B_BYTES, SCALES, PITCH, PANEL = range(9, 16)
+# Of the output: rows of a task, block of its rotation (0: none), signs f32, bias f32 (0: none).
+TASK, BLOCK, SIGNS, BIAS = range(16, 20)
+# Of the call: activations, result, their pitches in floats, and which number of the step counts the tokens.
+X, X_PITCH, Y, Y_PITCH, COUNT = range(20, 25)
+OPERANDS = 25
 
 
 @cache
-def fused_trellis(geometry: Geometry, computed: bool) -> FusedTrellis:
-    """kernel(packed u8 [out, stride], table f32 [2^l·v], scales f32 [out], x f32 [tokens, padded in], in_features, y f32 [tokens, out]).
+def trellis_rows(geometry: Geometry, computed: bool) -> Any:
+    """expand(operands, row, out): unscaled codebook values of one row, zeros up to its padded width."""
+    expand = expander(geometry, computed).expand
 
-    y[t, o] = scales[o] · dot(codebook values of row o, x[t]): the scale is applied once, to the sum.
+    @jit()
+    def expand_row(o, row, out):  # type: ignore[no-untyped-def]  # numba infers the types
+        source = o[DATA] + row * o[ROW_BYTES] if row < o[TAIL_FIRST] else o[TAIL] + (row - o[TAIL_FIRST]) * o[ROW_BYTES]
+        expand(source, o[TABLE], o[PERIODS], out)
+        line = f32_at(out, o[WIDTH])
+        for j in range(o[INPUTS], o[WIDTH]):
+            line[j] = 0.0
+
+    return expand_row
+
+
+@cache
+def block_rows(expand: Any) -> Any:
+    """The same over rows of GGML blocks; `expand(row u8, blocks, out f32)` is the type's own."""
+
+    @jit()
+    def expand_row(o, row, out):  # type: ignore[no-untyped-def]  # numba infers the types
+        expand(u8_at(o[DATA] + row * o[ROW_BYTES], o[ROW_BYTES]), o[PERIODS], f32_at(out, o[WIDTH]))
+
+    return expand_row
+
+
+@cache
+def scaled_rows(decode: Any, bytes_beside: bool) -> Any:
+    """The same over rows of codes with factors beside them, f32 or (`bytes_beside`) u8; `decode` is the kind's own."""
+
+    @jit()
+    def expand_row(o, row, out):  # type: ignore[no-untyped-def]  # numba infers the types
+        codes, line = u8_at(o[DATA] + row * o[ROW_BYTES], o[ROW_BYTES]), f32_at(out, o[WIDTH])
+        table, offsets = f32_at(o[TABLE], o[PERIODS]), f32_at(o[SIDE_B] + row * o[SIDE_B_BYTES], o[SIDE_B_BYTES] // 4)
+        if bytes_beside:
+            decode(codes, u8_at(o[SIDE_A] + row * o[SIDE_A_BYTES], o[SIDE_A_BYTES]), offsets, table, line, o[INPUTS])
+        else:
+            decode(codes, f32_at(o[SIDE_A] + row * o[SIDE_A_BYTES], o[SIDE_A_BYTES] // 4), offsets, table, line, o[INPUTS])
+        for j in range(o[INPUTS], o[WIDTH]):
+            line[j] = 0.0
+
+    return expand_row
+
+
+@jit()
+def bf16_row(o, row, out):  # type: ignore[no-untyped-def]  # numba infers the types
+    """The same over bf16 rows."""
+    bits, line = u16_at(o[DATA] + row * o[ROW_BYTES], o[INPUTS]), f32_at(out, o[WIDTH])
+    words = line.view(np.uint32)
+    for j in range(o[INPUTS]):
+        words[j] = bits[j] << 16
+    for j in range(o[INPUTS], o[WIDTH]):
+        line[j] = 0.0
+
+
+@jit()
+def f32_row(o, row, out):  # type: ignore[no-untyped-def]  # numba infers the types
+    """The same over f32 rows."""
+    stored, line = f32_at(o[DATA] + row * o[ROW_BYTES], o[INPUTS]), f32_at(out, o[WIDTH])
+    line[: o[INPUTS]] = stored
+    for j in range(o[INPUTS], o[WIDTH]):
+        line[j] = 0.0
+
+
+@jit()
+def finish(o, y, first, last):  # type: ignore[no-untyped-def]  # numba infers the types
+    """Restore the outputs [first, last), whole blocks, of a token whose result begins at address `y`, and add the bias."""
+    place = y + 4 * first
+    if o[BLOCK]:
+        restore(place, o[SIGNS] + 4 * first, o[BLOCK], last - first)
+    if o[BIAS]:
+        y, bias = f32_at(place, last - first), f32_at(o[BIAS] + 4 * first, last - first)
+        for i in range(last - first):
+            y[i] += bias[i]
+
+
+@cache
+def row_task(expand_row: Any) -> Any:
+    """multiply_task(o, x, y, first, last, count, scratch): rows [first, last) of a weight with `count` tokens from address x, to y."""
+    tile_rows, tile_tokens = host_tile()
+    whole, few_tokens, few_rows, single = (tile(r, t) for r in (tile_rows, 1) for t in (tile_tokens, 1))
+
+    @jit()
+    def multiply(o, from_x, to_y, start, size, count, scratch):  # type: ignore[no-untyped-def]  # numba infers the types
+        """`size` expanded rows from `start` on, with every token; tiles of tokens outside, so that one stays in the first-level cache."""
+        pitch, width, x_pitch, y_pitch = o[PITCH], o[WIDTH], o[X_PITCH], o[Y_PITCH]
+        token = 0
+        while token < count:
+            x, y = from_x + 4 * token * x_pitch, to_y + 4 * (token * y_pitch + start)
+            many = count - token >= tile_tokens
+            row = 0
+            while row < size:
+                w, scales, out = scratch + 4 * row * pitch, o[SCALES] + 4 * (start + row), y + 4 * row
+                if size - row >= tile_rows:
+                    if many:
+                        whole(w, pitch, x, x_pitch, width, scales, out, y_pitch)
+                    else:
+                        few_tokens(w, pitch, x, x_pitch, width, scales, out, y_pitch)
+                    row += tile_rows
+                else:
+                    if many:
+                        few_rows(w, pitch, x, x_pitch, width, scales, out, y_pitch)
+                    else:
+                        single(w, pitch, x, x_pitch, width, scales, out, y_pitch)
+                    row += 1
+            token += tile_tokens if many else 1
+
+    @jit()
+    def multiply_task(o, x, y, first, last, count, scratch):  # type: ignore[no-untyped-def]  # numba infers the types
+        panel = o[PANEL] if count > 1 else tile_rows
+        for start in range(first, last, panel):
+            size = min(panel, last - start)
+            for row in range(size):
+                expand_row(o, start + row, scratch + 4 * row * o[PITCH])
+            multiply(o, x, y, start, size, count, scratch)
+        if o[BLOCK] or o[BIAS]:
+            for token in range(count):
+                finish(o, y + 4 * token * o[Y_PITCH], first, last)
+
+    return multiply_task
+
+
+@cache
+def product(expand_row: Any) -> Callable[[], int]:
+    """The kernel of y = x Wᵀ + b over a weight whose rows `expand_row` expands; a task is `TASK` rows of W."""
+    multiply_task = row_task(expand_row)
+
+    @entry
+    def multiply_rows(operands, step, counter, scratch):  # type: ignore[no-untyped-def]  # numba infers the types
+        o = i64_at(operands, OPERANDS)
+        count = i64_at(step, o[COUNT] + 1)[o[COUNT]]
+        if count == 0:
+            return
+        while True:
+            first = take(counter) * o[TASK]
+            if first >= o[ROWS]:
+                break
+            multiply_task(o, o[X], o[Y], first, min(first + o[TASK], o[ROWS]), count, scratch)
+
+    return multiply_rows
+
+
+@cache
+def expansion(expand_row: Any) -> Callable[[], int]:
+    """The kernel that writes the weights themselves, scale applied: Y f32 [rows, inputs], a task is `TASK` rows."""
+
+    @entry
+    def expand_rows(operands, step, counter, scratch):  # type: ignore[no-untyped-def]  # numba infers the types
+        o = i64_at(operands, OPERANDS)
+        while True:
+            first = take(counter) * o[TASK]
+            if first >= o[ROWS]:
+                break
+            for row in range(first, min(first + o[TASK], o[ROWS])):
+                expand_row(o, row, scratch)
+                line, out = f32_at(scratch, o[WIDTH]), f32_at(o[Y] + 4 * row * o[Y_PITCH], o[INPUTS])
+                scale = f32_at(o[SCALES] + 4 * row, 1)[0]
+                for j in range(o[INPUTS]):
+                    out[j] = line[j] * scale
+
+    return expand_rows
+
+
+@cache
+def gathering(expand_row: Any) -> Callable[[], int]:
+    """The kernel that looks up rows of a table: Y f32 [tokens, inputs] of the ids i64 at X; a task is a token.
+
+    A rotated row is restored in the oracle's order: H and S of the inputs (BLOCK, BIAS: their signs), then the row's own sign (SIGNS).
     """
-    decode, v, history = trellis_row_decoder(geometry, computed), geometry.v, HISTORY_BYTES
 
-    @jit(parallel=True)
-    def kernel(packed, table, scales, x, in_features, y):  # type: ignore[no-untyped-def]  # numba infers the types
-        rows, stride, width = packed.shape[0], packed.shape[1], x.shape[1]
-        for task in prange((rows + ROWS_PER_TASK - 1) // ROWS_PER_TASK):
-            stream = np.zeros(history + stride + 4, np.uint8)
-            weights = np.zeros(width, np.float32)
-            for row in range(task * ROWS_PER_TASK, min(rows, (task + 1) * ROWS_PER_TASK)):
-                stream[history : history + stride] = packed[row]
-                decode(stream, table, in_features // v, weights)
-                for token in range(x.shape[0]):
-                    y[token, row] = scales[row] * dot(weights, x[token], width)
+    @entry
+    def gather_rows(operands, step, counter, scratch):  # type: ignore[no-untyped-def]  # numba infers the types
+        o = i64_at(operands, OPERANDS)
+        count = i64_at(step, o[COUNT] + 1)[o[COUNT]]
+        while True:
+            token = take(counter)
+            if token >= count:
+                break
+            row = i64_at(o[X] + 8 * token, 1)[0]
+            expand_row(o, row, scratch)
+            line, out = f32_at(scratch, o[WIDTH]), f32_at(o[Y] + 4 * token * o[Y_PITCH], o[INPUTS])
+            scale = f32_at(o[SCALES] + 4 * row, 1)[0]
+            for j in range(o[INPUTS]):
+                out[j] = line[j] * scale
+            if o[BLOCK]:
+                restore(o[Y] + 4 * token * o[Y_PITCH], o[BIAS], o[BLOCK], o[INPUTS])
+                sign = f32_at(o[SIGNS] + 4 * row, 1)[0]
+                for j in range(o[INPUTS]):
+                    out[j] *= sign
 
-    return kernel
-
-
-@cache
-def decode_trellis(geometry: Geometry, computed: bool) -> DecodeTrellis:
-    """kernel(packed u8 [out, stride], table f32 [2^l·v], scales f32 [out], dense f32 [out, in]): the oracle's weights, bit for bit."""
-    decode, v, history = trellis_row_decoder(geometry, computed), geometry.v, HISTORY_BYTES
-
-    @jit(parallel=True)
-    def kernel(packed, table, scales, dense):  # type: ignore[no-untyped-def]  # numba infers the types
-        rows, stride, in_features = packed.shape[0], packed.shape[1], dense.shape[1]
-        for task in prange((rows + ROWS_PER_TASK - 1) // ROWS_PER_TASK):
-            stream = np.zeros(history + stride + 4, np.uint8)
-            for row in range(task * ROWS_PER_TASK, min(rows, (task + 1) * ROWS_PER_TASK)):
-                stream[history : history + stride] = packed[row]
-                decode(stream, table, in_features // v, dense[row])
-                for column in range(in_features):
-                    dense[row, column] *= scales[row]
-
-    return kernel
-
-
-@jit(parallel=True)
-def fused_bf16(bits, x, y):  # type: ignore[no-untyped-def]  # numba infers the types
-    """y f32 [tokens, out] = x f32 [tokens, padded in] · bf16 rows, u16 [out, in], each dot product in the order of `dot_oracle`."""
-    rows, in_features, width = bits.shape[0], bits.shape[1], x.shape[1]
-    for task in prange((rows + ROWS_PER_TASK - 1) // ROWS_PER_TASK):
-        words = np.zeros(width, np.uint32)
-        for row in range(task * ROWS_PER_TASK, min(rows, (task + 1) * ROWS_PER_TASK)):
-            for column in range(in_features):
-                words[column] = np.uint32(bits[row, column]) << np.uint32(16)
-            weights = words.view(np.float32)
-            for token in range(x.shape[0]):
-                y[token, row] = dot(weights, x[token], width)
-
-
-@jit(parallel=True)
-def fused_f32(rows_f32, x, y):  # type: ignore[no-untyped-def]  # numba infers the types
-    """y f32 [tokens, out] = x f32 [tokens, padded in] · f32 rows [out, in], each dot product in the order of `dot_oracle`."""
-    rows, in_features, width = rows_f32.shape[0], rows_f32.shape[1], x.shape[1]
-    for task in prange((rows + ROWS_PER_TASK - 1) // ROWS_PER_TASK):
-        weights = np.zeros(width, np.float32)
-        for row in range(task * ROWS_PER_TASK, min(rows, (task + 1) * ROWS_PER_TASK)):
-            weights[:in_features] = rows_f32[row]
-            for token in range(x.shape[0]):
-                y[token, row] = dot(weights, x[token], width)
-
-
-def pad_columns(x: NDArray[np.float32]) -> NDArray[np.float32]:
-    """x with zero columns up to a multiple of 16; x itself, made contiguous, where it needs none."""
-    width = padded_width(x.shape[1])
-    if width == x.shape[1]:
-        return np.ascontiguousarray(x)
-    padded = np.zeros((x.shape[0], width), np.float32)
-    padded[:, : x.shape[1]] = x
-    return padded
+    return gather_rows

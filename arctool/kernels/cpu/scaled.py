@@ -1,7 +1,6 @@
-"""Products over rows of codes under scales beside them (FP8, AFQ, MXFP4) on a CPU: a row decoder a kind, a pair of kernels made of it.
+"""Rows of codes under scales beside them (FP8, AFQ, MXFP4) on a CPU: a row decoder a kind.
 
-Each decoder does the oracle's operations in the oracle's order, so that its weights have the oracle's bits; dot products have the one
-order of `ir.dot_oracle`.
+Each does the oracle's operations in the oracle's order, so that its weights have the oracle's bits.
 """
 
 from __future__ import annotations
@@ -11,12 +10,9 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from numba import prange
 from numpy.typing import NDArray
 
-from arctool.kernels.cpu.ir import dot
 from arctool.kernels.cpu.jit import jit
-from arctool.kernels.cpu.linear import ROWS_PER_TASK
 from arctool.quant.afq import AfqTensor
 from arctool.quant.fp8 import Fp8Tensor
 from arctool.quant.mxfp4 import E2M1, GROUP, Mxfp4Tensor, powers_of_two
@@ -42,11 +38,11 @@ def table_of(weight: ScaledTensor) -> NDArray[np.float32]:
     return np.concatenate([E2M1, powers_of_two()]) if isinstance(weight, Mxfp4Tensor) else np.empty(0, np.float32)
 
 
-def kernels_of(weight: ScaledTensor) -> tuple[Callable[..., None], Callable[..., None]]:
-    """(fused, decode) kernels of a weight's kind."""
+def row_decoder_of(weight: ScaledTensor) -> Callable[..., None]:
+    """The row decoder of a weight's kind."""
     if isinstance(weight, AfqTensor):
-        return _kernels("afq", weight.bits, weight.group)
-    return _kernels("mxfp4", 4, GROUP) if isinstance(weight, Mxfp4Tensor) else _kernels("fp8", 8, 1)
+        return row_decoder("afq", weight.bits, weight.group)
+    return row_decoder("mxfp4", 4, GROUP) if isinstance(weight, Mxfp4Tensor) else row_decoder("fp8", 8, 1)
 
 
 @cache
@@ -90,27 +86,3 @@ def _afq_row_decoder(bits: int, group: int) -> Callable[..., None]:
                 out[g * group + i] = np.float32(code) * scale + offset
 
     return decode
-
-
-@cache
-def _kernels(kind: str, bits: int, group: int) -> tuple[Callable[..., None], Callable[..., None]]:
-    decode_row = row_decoder(kind, bits, group)
-
-    @jit(parallel=True)
-    def fused(codes, scales, offsets, table, x, in_features, y):  # type: ignore[no-untyped-def]  # numba infers the types
-        rows, width = codes.shape[0], x.shape[1]
-        for task in prange((rows + ROWS_PER_TASK - 1) // ROWS_PER_TASK):
-            weights = np.zeros(width, np.float32)
-            for row in range(task * ROWS_PER_TASK, min(rows, (task + 1) * ROWS_PER_TASK)):
-                decode_row(codes[row], scales[row], offsets[row], table, weights, in_features)
-                for token in range(x.shape[0]):
-                    y[token, row] = dot(weights, x[token], width)
-
-    @jit(parallel=True)
-    def decode(codes, scales, offsets, table, dense):  # type: ignore[no-untyped-def]  # numba infers the types
-        rows = codes.shape[0]
-        for task in prange((rows + ROWS_PER_TASK - 1) // ROWS_PER_TASK):
-            for row in range(task * ROWS_PER_TASK, min(rows, (task + 1) * ROWS_PER_TASK)):
-                decode_row(codes[row], scales[row], offsets[row], table, dense[row], dense.shape[1])
-
-    return fused, decode

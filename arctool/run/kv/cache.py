@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 
 from arctool.errors import UsageError
+from arctool.kernels.cpu.attention import value_pitch
+from arctool.kernels.cpu.ir import LANES
 from arctool.run.config import ModelConfig
 from arctool.run.kv.blocks import blocks_for
 from arctool.run.kv.memory import parse_memory
@@ -42,13 +44,15 @@ def plan_cache(
     """
     if kv_dtype not in DTYPES:
         raise UsageError(f"kv_dtype: expected one of {', '.join(DTYPES)}, found {kv_dtype!r}")
-    for name, value in (("max_seqs", max_seqs), ("block_size", block_size)):
-        if value < 1:
-            raise UsageError(f"{name}: expected at least 1, found {value}")
+    if max_seqs < 1:
+        raise UsageError(f"max_seqs: expected at least 1, found {max_seqs}")
+    if block_size < 1 or block_size % LANES:
+        raise UsageError(f"block_size: expected a multiple of {LANES}, found {block_size}")
     model_limit = config.max_position_embeddings
     if max_model_len is not None and not 2 <= max_model_len <= model_limit:
-        raise UsageError(f"max_model_len: expected 2 to the model's max_position_embeddings = {model_limit}, found {max_model_len}")
-    token_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * DTYPES[kv_dtype].itemsize
+        why = f": {config.rope.no_further}" if config.rope.no_further else ""
+        raise UsageError(f"max_model_len: expected 2 to the model's max_position_embeddings = {model_limit}, found {max_model_len}{why}")
+    token_bytes = config.num_layers * config.num_kv_heads * (config.head_dim + value_pitch(config.head_dim)) * DTYPES[kv_dtype].itemsize
     memory = DEFAULT_KV_MEMORY if kv_memory is None else parse_memory(kv_memory, "kv_memory")
     affordable = memory // (token_bytes * block_size)
     length = min(model_limit, affordable * block_size) if max_model_len is None else max_model_len
@@ -62,42 +66,23 @@ def plan_cache(
 
 
 class KVCache:
-    """Keys and values of every layer, [blocks, block_size, kv_heads, head_dim] each. Memory is touched only when used."""
+    """Keys and values of every layer. Memory is touched only when used.
+
+    Keys lie [blocks, kv_heads, block_size / 16, head_dim, 16] and values [blocks, kv_heads, block_size, head_dim padded to 16], as
+    `kernels.cpu.attention` reads them. What a slot held before stays there until it is written.
+    """
 
     def __init__(self, config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype = torch.float32) -> None:
         self.block_size = block_size
         self.num_blocks = num_blocks
-        shape = (num_blocks, block_size, config.num_kv_heads, config.head_dim)
-        self.keys = [torch.empty(shape, dtype=dtype) for _ in range(config.num_layers)]
-        self.values = [torch.empty(shape, dtype=dtype) for _ in range(config.num_layers)]
+        self.dtype = dtype
+        head = (num_blocks, config.num_kv_heads)
+        keys, values = (*head, block_size // LANES, config.head_dim, LANES), (*head, block_size, value_pitch(config.head_dim))
+        self.keys = [torch.empty(keys, dtype=dtype) for _ in range(config.num_layers)]
+        self.values = [torch.empty(values, dtype=dtype) for _ in range(config.num_layers)]
 
-    def write(self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Store keys and values f32 [tokens, kv_heads, head_dim] at `slots` i64 [tokens]."""
-        for store, new in ((self.keys[layer], keys), (self.values[layer], values)):
-            store.flatten(0, 1).index_copy_(0, slots, new.to(store.dtype))
-
-    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy whole blocks, in all layers: (source, target) each, all sources read before any target is written."""
-        if pairs:
-            sources, targets = torch.tensor(pairs, dtype=torch.int64).unbind(1)
+    def copy_blocks(self, pairs: Iterable[tuple[int, int]]) -> None:
+        """Copy whole blocks, (source, target) each."""
+        for source, target in pairs:
             for store in (*self.keys, *self.values):
-                store[targets] = store[sources]
-
-    def read(self, layer: int, blocks: Sequence[int], first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values f32 [last − first, kv_heads, head_dim] of tokens `[first, last)` of the sequence that owns `blocks`.
-
-        Contiguous blocks are a view, others are gathered by whole blocks: either way the same strides and the same alignment,
-        so that arithmetic on them cannot tell where a sequence lies.
-        """
-        head, tail = first // self.block_size, blocks_for(last, self.block_size)
-        start = first - head * self.block_size
-        wanted = list(blocks[head:tail])
-        keys, values = (_take(store[layer], wanted)[start : start + last - first].float() for store in (self.keys, self.values))
-        return keys, values
-
-
-def _take(store: torch.Tensor, blocks: list[int]) -> torch.Tensor:
-    """The tokens of `blocks`, [len(blocks) · block_size, kv_heads, head_dim]."""
-    contiguous = blocks == list(range(blocks[0], blocks[0] + len(blocks)))
-    taken = store[blocks[0] : blocks[0] + len(blocks)] if contiguous else store[torch.tensor(blocks)]
-    return taken.flatten(0, 1)
+                store[target] = store[source]

@@ -1,1 +1,5 @@
-"""One layer a file, over a flat batch of tokens: x is f32 [tokens, width], and no row can see another but through attention."""
+"""What a model's layers are: plain torch over whole sequences, x f32 [tokens, width], one layer a file.
+
+This is the definition that calibration runs and that the compiled step of an engine is compared with. No row sees another but through
+attention.
+"""

@@ -1,25 +1,20 @@
-"""Grouped-query attention over the paged cache, in f32, one sequence and one tile of queries at a time.
+"""Grouped-query attention over whole sequences, in f32, one sequence and one tile of queries at a time.
 
-A query's result depends on its sequence and its position alone: prefill works in tiles of fixed size that lie at fixed
-positions of the sequence, whatever chunk a query arrives in; the decode class computes every query by itself. So neither the
-company in a batch nor the way in which a prompt was cut can change a bit.
+Tiles have a fixed size and lie at fixed positions of the sequence, so a query's result depends on its sequence and its position alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
-from arctool.kernels.registry import TokenClass
-from arctool.run.kv.cache import KVCache
 from arctool.run.layers.linear import Projection
 from arctool.run.layers.rmsnorm import RMSNorm
 from arctool.run.layers.rope import rotate
-from arctool.run.step import Span, StepInputs
+from arctool.run.step import StepInputs
 
-# Queries and keys of one prefill tile, both at multiples of these positions.
+# Queries and keys of one tile, both at multiples of these positions.
 QUERY_TILE = 64
 KEY_TILE = 64
 
@@ -38,70 +33,58 @@ class Attention:
     q_norm: RMSNorm | None = None
     k_norm: RMSNorm | None = None
 
-    def __call__(self, x: torch.Tensor, step: StepInputs, rotation: tuple[torch.Tensor, torch.Tensor], cache: KVCache) -> torch.Tensor:
-        """x: f32 [tokens, hidden] → f32 [tokens, hidden]; the step's keys and values are in `cache` afterwards."""
-        return self.o(self.mix(x, step, rotation, cache), step.rows)
+    def __call__(self, x: torch.Tensor, step: StepInputs, rotation: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        """x: f32 [tokens, hidden] → f32 [tokens, hidden]."""
+        return self.o(self.mix(x, step, rotation))
 
-    def mix(self, x: torch.Tensor, step: StepInputs, rotation: tuple[torch.Tensor, torch.Tensor], cache: KVCache) -> torch.Tensor:
-        """What the output projection reads: f32 [tokens, heads · head_dim]; the step's keys and values are in `cache` afterwards."""
-        queries, keys, values = (proj(x, step.rows).unflatten(-1, (-1, self.head_dim)) for proj in (self.q, self.k, self.v))
+    def mix(self, x: torch.Tensor, step: StepInputs, rotation: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        """What the output projection reads: f32 [tokens, heads · head_dim]."""
+        queries, keys, values = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.q, self.k, self.v))
         if self.q_norm is not None and self.k_norm is not None:
             queries, keys = self.q_norm(queries), self.k_norm(keys)
-        cache.write(self.layer, step.slots, rotate(keys, rotation), values)
-        return attend(rotate(queries, rotation), step, self.layer, self.window, cache).flatten(1)
+        return attend(rotate(queries, rotation), rotate(keys, rotation), values, step, self.window).flatten(1)
 
 
-def attend(queries: torch.Tensor, step: StepInputs, layer: int, window: int | None, cache: KVCache) -> torch.Tensor:
-    """queries: f32 [tokens, heads, head_dim], rotated; the cache holds this step's keys already. Returns the same shape."""
+def attend(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, step: StepInputs, window: int | None) -> torch.Tensor:
+    """queries: f32 [tokens, heads, head_dim], keys and values: f32 [tokens, kv_heads, head_dim], both rotated. Returns the queries' shape.
+
+    Every span of the step begins its sequence: what it attends to stands in the step itself.
+    """
     out = torch.empty_like(queries)
     for span, start in zip(step.spans, step.starts, strict=True):
-        for first, last, tile in _tiles(span):
-            rows = slice(start + first - span.position, start + last - span.position)
-            out[rows] = _attend_tile(queries[rows], span, first, tile, layer, window, cache)
+        if span.position:
+            raise ValueError(f"a span begins at position {span.position}; these layers run whole sequences")
+        rows = slice(start, start + span.context)
+        for first in range(0, span.context, QUERY_TILE):
+            tile = queries[rows][first : first + QUERY_TILE]
+            out[start + first : start + first + len(tile)] = _attend_tile(tile, keys[rows], values[rows], first, window)
     return out
 
 
-def _tiles(span: Span) -> Iterator[tuple[int, int, int]]:
-    """(first, last, tile): the positions [first, last) of each tile that the span touches, and the tile's full width."""
-    tile = QUERY_TILE if span.token_class is TokenClass.PREFILL else 1
-    first = span.position
-    while first < span.context:
-        last = min(span.context, (first // tile + 1) * tile)
-        yield first, last, tile
-        first = last
-
-
-def _attend_tile(queries: torch.Tensor, span: Span, first: int, tile: int, layer: int, window: int | None, cache: KVCache) -> torch.Tensor:
-    """queries: f32 [n, heads, head_dim] at positions first ... first+n−1, all inside one tile. Returns the same shape."""
+def _attend_tile(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, base: int, window: int | None) -> torch.Tensor:
+    """queries: f32 [n, heads, head_dim] of a tile that begins at position `base`, a multiple of its width. Returns the same shape."""
     count, heads, dim = queries.shape
-    base = first // tile * tile
-    step = KEY_TILE if tile > 1 else 1
-    oldest = 0 if window is None else max(0, base - window + 1) // step * step
-    newest = -(-(base + tile) // step) * step
-    present = min(newest, span.context)
-    keys, values = cache.read(layer, span.blocks, oldest, present)
+    oldest = 0 if window is None else max(0, base - window + 1) // KEY_TILE * KEY_TILE
+    newest = -(-(base + QUERY_TILE) // KEY_TILE) * KEY_TILE
     groups = keys.shape[1]
-    if tile > 1:
-        # Full tiles, always: the shapes that a library sees then depend on the position only.
-        queries = _pad(queries, first - base, tile)
-        keys, values = (_pad(t, 0, newest - oldest) for t in (keys, values))
+    # Full tiles, always: the shapes that a library sees then depend on the position only.
+    queries = _pad(queries, QUERY_TILE)
+    keys, values = (_pad(t[oldest:newest], newest - oldest) for t in (keys, values))
     # [tile, groups · share, dim] → [groups, share · tile, dim]: the heads that share a key head are more rows of one product.
     grouped = queries.unflatten(1, (groups, -1)).permute(1, 2, 0, 3).reshape(groups, -1, dim)
     scores = torch.matmul(grouped, keys.permute(1, 2, 0)).mul_(dim**-0.5)
-    if tile > 1:
-        hidden = ~_visible(base, tile, oldest, newest, window)
-        scores = scores.unflatten(1, (-1, tile)).masked_fill_(hidden, float("-inf")).flatten(1, 2)
+    hidden = ~_visible(base, QUERY_TILE, oldest, newest, window)
+    scores = scores.unflatten(1, (-1, QUERY_TILE)).masked_fill_(hidden, float("-inf")).flatten(1, 2)
     mixed = torch.matmul(torch.softmax(scores, -1), values.transpose(0, 1))
-    rows = mixed.unflatten(1, (-1, tile)).permute(2, 0, 1, 3).reshape(tile, heads, dim)
-    return rows[first - base : first - base + count]
+    return mixed.unflatten(1, (-1, QUERY_TILE)).permute(2, 0, 1, 3).reshape(QUERY_TILE, heads, dim)[:count]
 
 
-def _pad(x: torch.Tensor, before: int, total: int) -> torch.Tensor:
-    """x: [n, ...] inside zeros of [total, ...], from row `before` on."""
+def _pad(x: torch.Tensor, total: int) -> torch.Tensor:
+    """x: [n, ...] and zeros behind it up to [total, ...]."""
     if x.shape[0] == total:
         return x
     out = x.new_zeros((total, *x.shape[1:]))
-    out[before : before + x.shape[0]] = x
+    out[: x.shape[0]] = x
     return out
 
 

@@ -7,15 +7,14 @@ from typing import Protocol
 
 import torch
 
-from arctool.kernels.registry import Prepared, Registry, TokenClass
-from arctool.run.step import Rows
+from arctool.kernels.registry import Prepared, Registry
 
 
 class Projection(Protocol):
     """What a block asks of its linear layers; calibration puts others than `Linear` in their place."""
 
-    def __call__(self, x: torch.Tensor, rows: Rows) -> torch.Tensor:
-        """x: f32 [rows, in] → f32 [rows, out]."""
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x: f32 [tokens, in] → f32 [tokens, out]."""
         ...
 
 
@@ -27,19 +26,10 @@ class Linear:
     weight: Prepared
     bias: torch.Tensor | None = None
 
-    def __call__(self, x: torch.Tensor, rows: Rows) -> torch.Tensor:
-        """x: f32 [rows, in] → f32 [rows, out]. A token's class, never its company, decides which kernels compute it."""
-        y = self._by_class(x, rows)
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x: f32 [tokens, in] → f32 [tokens, out]."""
+        y = self.registry.linear(x, self.weight)
         return y if self.bias is None else y.add_(self.bias)
-
-    def _by_class(self, x: torch.Tensor, rows: Rows) -> torch.Tensor:
-        if rows.prefill == rows.total:
-            return self.registry.linear(x, self.weight, TokenClass.PREFILL)
-        if rows.prefill == 0:
-            return self.registry.linear(x, self.weight, TokenClass.DECODE)
-        prefill = self.registry.linear(x[: rows.prefill], self.weight, TokenClass.PREFILL)
-        decode = self.registry.linear(x[rows.prefill :], self.weight, TokenClass.DECODE)
-        return torch.cat((prefill, decode))
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import torch
 
 from arctool.run.layers.linear import Projection
-from arctool.run.step import Rows
 
 
 def silu(x: torch.Tensor) -> torch.Tensor:
@@ -27,10 +26,10 @@ class SwiGLU:
     up: Projection
     down: Projection
 
-    def __call__(self, x: torch.Tensor, rows: Rows) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x: f32 [tokens, hidden] → f32 [tokens, hidden]."""
-        return self.down(self.inner(x, rows), rows)
+        return self.down(self.inner(x))
 
-    def inner(self, x: torch.Tensor, rows: Rows) -> torch.Tensor:
+    def inner(self, x: torch.Tensor) -> torch.Tensor:
         """What the down projection reads: f32 [tokens, intermediate]."""
-        return silu(self.gate(x, rows)) * self.up(x, rows)
+        return silu(self.gate(x)) * self.up(x)

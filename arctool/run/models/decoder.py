@@ -1,4 +1,4 @@
-"""The frame that dense decoder-only models share: embedding, pre-norm blocks, final norm, head. The blocks are the models' own."""
+"""The frame that decoder-only models share: embedding, pre-norm blocks, final norm, head. The blocks are the models' own."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Protocol
 import torch
 
 from arctool.run.config import ModelConfig
-from arctool.run.kv.cache import KVCache
 from arctool.run.layers.attention import Attention
 from arctool.run.layers.linear import Embedding, Projection
 from arctool.run.layers.mlp import SwiGLU
+from arctool.run.layers.moe import SparseMoe
 from arctool.run.layers.rmsnorm import RMSNorm
 from arctool.run.layers.rope import RopeTable
 from arctool.run.models.spec import FINAL_NORM_KEY
@@ -37,17 +37,17 @@ class Block:
     attention_norm: RMSNorm
     attention: Attention
     mlp_norm: RMSNorm
-    mlp: SwiGLU
+    mlp: SwiGLU | SparseMoe
 
-    def __call__(self, x: torch.Tensor, step: StepInputs, rotation: tuple[torch.Tensor, torch.Tensor], cache: KVCache) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, step: StepInputs, rotation: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         """x: f32 [tokens, hidden] → the same."""
-        x = x + self.attention(self.attention_norm(x), step, rotation, cache)
-        return x + self.mlp(self.mlp_norm(x), step.rows)
+        x = x + self.attention(self.attention_norm(x), step, rotation)
+        return x + self.mlp(self.mlp_norm(x))
 
 
 @dataclass(frozen=True)
 class CausalLM:
-    """A whole model. It keeps no state between steps: the sequences' state is the cache."""
+    """A whole model. Called, it runs whole sequences as its layers define them; an engine runs its compiled form (`run.compiled`)."""
 
     config: ModelConfig
     embedding: Embedding
@@ -57,21 +57,13 @@ class CausalLM:
     rope: RopeTable
 
     @torch.inference_mode()
-    def __call__(self, step: StepInputs, cache: KVCache) -> torch.Tensor:
-        """Run one step; returns the logits f32 [step.logit_rows.total, vocab] of the rows that need them."""
-        wanted = self.states(step, cache)
-        if not step.logit_rows.total:
-            return wanted.new_empty((0, self.config.vocab_size))
-        return self.head(wanted, step.logit_rows)
-
-    @torch.inference_mode()
-    def states(self, step: StepInputs, cache: KVCache) -> torch.Tensor:
-        """Run one step up to the head: what the head reads, f32 [step.logit_rows.total, hidden]."""
-        rotation = self.rope.at(step.positions)
-        x = self.embedding(step.ids)
+    def __call__(self, step: StepInputs) -> torch.Tensor:
+        """Run whole sequences; returns the logits f32 [logit rows, vocab] of the rows that need them."""
+        rotation = self.rope.at(torch.from_numpy(step.positions))
+        x = self.embedding(torch.from_numpy(step.ids))
         for block in self.blocks:
-            x = block(x, step, rotation, cache)
-        return self.norm(x[step.logit_indices])
+            x = block(x, step, rotation)
+        return self.head(self.norm(x[torch.from_numpy(step.logit_rows)]))
 
 
 def assemble(config: ModelConfig, parts: Parts, blocks: tuple[Block, ...]) -> CausalLM:

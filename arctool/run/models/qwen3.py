@@ -11,20 +11,27 @@ from arctool.run.models import llama
 from arctool.run.models.spec import Architecture, TensorSpec, decoder, norm
 
 if TYPE_CHECKING:
+    from arctool.run.layers.mlp import SwiGLU
+    from arctool.run.layers.moe import SparseMoe
     from arctool.run.models.decoder import Block, CausalLM, Parts
 
 
 def layer_tensors(c: ModelConfig, at: str, layer: int) -> Iterator[TensorSpec]:
     """The tensors of one decoder layer: Llama's and the two head norms."""
     yield from llama.layer_tensors(c, at, layer)
+    yield from head_norms(c, at, layer)
+
+
+def head_norms(c: ModelConfig, at: str, layer: int) -> Iterator[TensorSpec]:
+    """The gains of the norms of q and k; `at` is the layer's module path."""
     yield norm(f"{at}.self_attn.q_norm", c.head_dim, layer)
     yield norm(f"{at}.self_attn.k_norm", c.head_dim, layer)
 
 
-def block(c: ModelConfig, parts: Parts, layer: int) -> Block:
-    """One decoder layer."""
+def block(c: ModelConfig, parts: Parts, layer: int, mlp: SwiGLU | SparseMoe | None = None) -> Block:
+    """One decoder layer. `mlp`: its feed-forward block where that is not Llama's own."""
     at = f"model.layers.{layer}.self_attn"
-    plain = llama.block(c, parts, layer)
+    plain = llama.block(c, parts, layer, mlp)
     normed = replace(plain.attention, q_norm=parts.norm(f"{at}.q_norm"), k_norm=parts.norm(f"{at}.k_norm"))
     return replace(plain, attention=normed)
 

@@ -21,11 +21,15 @@ HEAD_KEY = "lm_head"
 
 
 class Role(Enum):
-    """What a tensor is for; only LINEAR is a bake's to quantise without being asked by name."""
+    """What a tensor is for; only LINEAR is a bake's to quantise without being asked by name.
+
+    ROUTER: the matrix [experts, hidden] that picks a token's experts: small, and an error in it sends a token elsewhere.
+    """
 
     LINEAR = "linear"
     EMBEDDING = "embedding"
     HEAD = "head"
+    ROUTER = "router"
     NORM = "norm"
     BIAS = "bias"
 
@@ -50,18 +54,46 @@ class TensorSpec:
 
 
 @dataclass(frozen=True)
+class ExpertNames:
+    """What an architecture calls its mixture: the block in a decoder layer, and an expert's gate, up and down in it."""
+
+    block: str
+    gate: str
+    up: str
+    down: str
+
+    def router(self, at: str) -> str:
+        """Key of the router of the decoder layer at `at`."""
+        return f"{at}.{self.block}.gate"
+
+    def expert(self, at: str, expert: int) -> tuple[str, str, str]:
+        """Keys of gate, up and down of one expert."""
+        gate, up, down = (f"{at}.{self.block}.experts.{expert}.{part}" for part in (self.gate, self.up, self.down))
+        return gate, up, down
+
+
+@dataclass(frozen=True)
 class Architecture:
-    """One model family: the Hugging Face class name, its tensors in file order, and its assembly from `run.layers`."""
+    """One model family: the Hugging Face class name, its tensors in file order, and its assembly from `run.layers`.
+
+    `experts`: what its mixtures of experts are called, None for a dense one.
+    """
 
     name: str
     tensors: Callable[[ModelConfig], tuple[TensorSpec, ...]]
     build: Callable[[ModelConfig, Parts], CausalLM]
+    experts: ExpertNames | None = None
 
 
 def linear(key: str, out_features: int, in_features: int, layer: int, bias: bool = False) -> tuple[TensorSpec, ...]:
     """A linear layer: weight [out, in] and, if `bias`, bias [out]."""
     weight = TensorSpec(f"{key}.weight", (out_features, in_features), Role.LINEAR, layer, bias)
     return (weight, TensorSpec(f"{key}.bias", (out_features,), Role.BIAS, layer)) if bias else (weight,)
+
+
+def router(key: str, experts: int, hidden: int, layer: int) -> TensorSpec:
+    """The weight [experts, hidden] whose products say which experts a token goes to."""
+    return TensorSpec(f"{key}.weight", (experts, hidden), Role.ROUTER, layer)
 
 
 def norm(key: str, width: int, layer: int | None = None) -> TensorSpec:

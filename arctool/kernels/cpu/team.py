@@ -1,0 +1,49 @@
+"""A program on a team of threads: kernels by address, one after the other, all lanes of the team on each.
+
+A whole step of a model is one program and one call from Python. Lanes take a kernel's tasks from its counter, so a lane that another
+process holds up does less; where the next kernel needs what all lanes have done, they meet at a barrier. Who computes what never shows
+in a bit: a task's result depends on its operands alone.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import get_num_threads, prange
+from numpy.typing import NDArray
+
+from arctool.kernels.cpu.jit import jit
+from arctool.kernels.cpu.memory import call_entry, current, give_way, take
+
+SPINS = 2000
+"""Looks at a barrier before a lane offers its core to others, some microseconds: a busy neighbour must not cost a time slice a kernel."""
+
+ENTRY, OPERANDS, MEET, COLUMNS = 0, 1, 2, 3
+"""Columns of a program's code: a kernel's address, its operands' address, and whether the lanes meet behind it."""
+
+
+@jit()
+def _lane(code, step, counters, meeting, scratch, lanes):  # type: ignore[no-untyped-def]  # numba infers the types
+    met = 0
+    for i in range(code.shape[0]):
+        call_entry(code[i, ENTRY], code[i, OPERANDS], step, counters + 8 * i, scratch)
+        if code[i, MEET]:
+            met += 1
+            take(meeting)
+            looks = 0
+            while current(meeting) < met * lanes:
+                looks += 1
+                if looks > SPINS:
+                    give_way()
+
+
+@jit(parallel=True)
+def _run(code, step, counters, meeting, scratch, lanes):  # type: ignore[no-untyped-def]  # numba infers the types
+    for lane in prange(lanes):
+        _lane(code, step, counters, meeting, scratch[lane], lanes)
+
+
+def run(code: NDArray[np.int64], step: NDArray[np.int64], counters: NDArray[np.int64], scratch: NDArray[np.int64]) -> None:
+    """Run `code` i64 [kernels, COLUMNS] over the step's numbers. `counters`: i64 [kernels + 1], zeroed here; `scratch`: i64 [lanes], the
+    address of each lane's own memory. The team has as many lanes as numba has threads, and no more than there are scratches."""
+    counters[:] = 0
+    _run(code, step.ctypes.data, counters.ctypes.data, counters.ctypes.data + 8 * len(code), scratch, min(get_num_threads(), len(scratch)))
