@@ -284,6 +284,7 @@ def run(
     regex: Annotated[str | None, typer.Option(help="Answer with text that this expression matches in full.")] = None,
     seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
     max_model_len: Annotated[int | None, typer.Option(help="Context in tokens [default: the model's, as memory allows].")] = None,
+    kv_memory: Annotated[str | None, typer.Option(help="Most memory for keys and values, like 512MB [default: 2GiB].")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Chat with a model in the terminal, or answer one --prompt.
@@ -309,7 +310,7 @@ def run(
     )
     if prompt is None and (as_json or raw):
         raise UsageError("--json and --raw need a --prompt")
-    llm = sources.open_model(path, EngineOptions(max_model_len=max_model_len))
+    llm = sources.open_model(path, EngineOptions(max_model_len=max_model_len, kv_memory=kv_memory))
     if prompt is None:
         chat.loop(llm, _output(), params, system)
         return

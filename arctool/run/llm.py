@@ -22,6 +22,7 @@ from arctool.run.models import architecture
 from arctool.run.models.experts import as_stored, stack_shape, stacked
 from arctool.run.runner import ModelRunner
 from arctool.run.sampling.params import SamplingParams
+from arctool.run.scheduler import MAX_STEP_TOKENS, PREFILL_FLOOR
 from arctool.run.tokenizer import TOKENIZER_FILE, Tokenizer, json_asset
 from arctool.run.weights import WeightSource, load_model
 from arctool.uqff.container import Artifact, open_artifact
@@ -40,14 +41,20 @@ Prompt = str | Ordered[int]
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """Sizes of the engine. None: the model's whole context, as far as 2 GiB of cache reach (`kv.cache.plan_cache`)."""
+    """Sizes of the engine. `max_model_len` None: the model's whole context, as far as the cache reaches (`kv.cache.plan_cache`).
+
+    `max_seqs` run at once, if the cache has room: it takes `kv_memory` at most (bytes, or "2GiB", the default; touched only when used).
+    `max_step_tokens` are computed in one step; prompts get at least half of it in every `prefill_floor`-th step.
+    """
 
     max_model_len: int | None = None
-    max_seqs: int = 1
-    kv_memory: int | None = None
+    max_seqs: int = 256
+    kv_memory: int | str | None = None
     block_size: int = 16
     kv_dtype: str = "f32"
-    prefill_chunk: int = 256
+    max_step_tokens: int = MAX_STEP_TOKENS
+    prefill_floor: int = PREFILL_FLOOR
+    enable_prefix_caching: bool = True
 
 
 class ArtifactSource:
@@ -115,7 +122,7 @@ class LLM:
         self.runner = ModelRunner(
             load_model(weights, self.registry),
             plan,
-            max_tokens=options.prefill_chunk + options.max_seqs,
+            max_tokens=options.max_step_tokens,
             max_seqs=options.max_seqs,
             registry=self.registry,
         )
@@ -124,7 +131,9 @@ class LLM:
             self.tokenizer,
             self.eos_token_ids,
             max_seqs=options.max_seqs,
-            prefill_chunk=options.prefill_chunk,
+            max_step_tokens=options.max_step_tokens,
+            prefill_floor=options.prefill_floor,
+            enable_prefix_caching=options.enable_prefix_caching,
         )
 
     def generate(self, prompts: Ordered[Prompt], params: SamplingParams | Ordered[SamplingParams] | None = None) -> list[Completion]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from collections.abc import Sequence as Ordered
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,6 +11,7 @@ from numpy.typing import NDArray
 from arctool.kernels.registry import Registry
 from arctool.run.compiled.model import CompiledModel, StepLimits
 from arctool.run.kv.cache import CachePlan, KVCache
+from arctool.run.kv.paging import Copy
 from arctool.run.models.decoder import CausalLM
 from arctool.run.scheduler import Work
 from arctool.run.sequence import Sequence
@@ -28,8 +30,12 @@ class ModelRunner:
         limits = StepLimits(max_tokens, max_seqs, max_seqs, cache_plan.max_model_len)
         self.compiled = CompiledModel(model, self.cache, limits)
 
-    def run(self, work: Iterable[tuple[Sequence, Work]]) -> NDArray[np.float32]:
-        """Logits f32 [emitting work items, vocab], in the order of `work`; the keys and values of its tokens are cached."""
+    def run(self, work: Iterable[tuple[Sequence, Work]], copies: Ordered[Copy] = ()) -> NDArray[np.float32]:
+        """Logits f32 [emitting work items, vocab], in the order of `work`; the keys and values of its tokens are cached.
+
+        `copies`: blocks whose content is copied first.
+        """
+        self.cache.copy_blocks(copies)
         return self.run_spans([_span(sequence, item) for sequence, item in work])
 
     def run_spans(self, spans: list[Span]) -> NDArray[np.float32]:

@@ -213,8 +213,8 @@ def poison(llm: LLM, monkeypatch: pytest.MonkeyPatch, bad: Any) -> None:
     """Make every row of logits NaN of which `bad(first token of its sequence)` holds."""
     real = llm.runner.run
 
-    def run(work: Any) -> NDArray[np.float32]:
-        logits = np.array(real(work))
+    def run(work: Any, copies: Any) -> NDArray[np.float32]:
+        logits = np.array(real(work, copies))
         for row, (sequence, _) in zip(logits, [w for w in work if w[1].emits], strict=True):
             if bad(sequence):
                 row[:] = np.nan

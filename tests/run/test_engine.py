@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,10 +14,12 @@ import torch
 from tiny_models import DirectorySource, Reference, random_ids
 
 from arctool.errors import RequestError
+from arctool.kernels.cpu.attention import value_pitch
 from arctool.kernels.registry import Registry
 from arctool.run.engine import Completion, Engine, FinishReason, Update
 from arctool.run.kv.cache import plan_cache
 from arctool.run.runner import ModelRunner
+from arctool.run.sampling.noise import child_seed
 from arctool.run.sampling.params import SamplingParams
 from arctool.run.tokenizer import Tokenizer
 from arctool.run.weights import load_model
@@ -24,15 +28,25 @@ GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 LENGTHS = [3, 70, 1, 33, 129]
 
 
-def make_engine(source: DirectorySource, registry: Registry, *, max_seqs: int = 4, text: bool = False, blocks: int | None = None) -> Engine:
+def make_engine(
+    source: DirectorySource,
+    registry: Registry,
+    *,
+    max_seqs: int = 4,
+    text: bool = False,
+    blocks: int | None = None,
+    caching: bool = True,
+) -> Engine:
     """Small blocks and chunks, and a cache full of NaN, so that boundaries and stale slots matter."""
-    memory = None if blocks is None else blocks * 16 * 2 * 2 * 2 * 16 * 4
+    config = source.config
+    wide = config.head_dim + value_pitch(config.head_dim)
+    memory = None if blocks is None else blocks * 16 * config.num_layers * config.num_kv_heads * wide * 4
     plan = plan_cache(source.config, max_seqs=max_seqs, block_size=16, kv_memory=memory)
-    runner = ModelRunner(load_model(source, registry), plan, max_tokens=32 + max_seqs, max_seqs=max_seqs)
+    runner = ModelRunner(load_model(source, registry), plan, max_tokens=32, max_seqs=max_seqs)
     for store in (*runner.cache.keys, *runner.cache.values):
         store.fill_(float("nan"))
     tokenizer = Tokenizer(source.assets, source.config.vocab_size) if text else None
-    return Engine(runner, tokenizer, source.config.eos_token_ids, max_seqs=max_seqs, prefill_chunk=32)
+    return Engine(runner, tokenizer, source.config.eos_token_ids, max_seqs=max_seqs, max_step_tokens=32, enable_prefix_caching=caching)
 
 
 @pytest.fixture
@@ -47,7 +61,7 @@ def assert_idle(engine: Engine) -> None:
     engine.scheduler.check()
     assert not engine.has_work()
     assert not list(engine.scheduler.live())
-    assert engine.scheduler.allocator.free_blocks == engine.scheduler.limits.num_blocks
+    assert engine.scheduler.paging.use.owned == 0
 
 
 def run_to_end(engine: Engine) -> dict[int, Completion]:
@@ -94,6 +108,115 @@ def test_requests_together_give_exactly_the_tokens_of_each_alone(tiny: Directory
     assert_idle(together)
 
 
+def test_prefix_hits_and_preemptions_change_no_token(tiny: DirectorySource, registry: Registry) -> None:
+    head = random_ids(7, 45)
+    prompts = [[*head, *random_ids(i, n)] for i, n in enumerate([1, 3, 20, 3])]
+    params = [SamplingParams(temperature=0.8, seed=i, max_tokens=40, ignore_eos=True) for i in range(4)]
+    plain = make_engine(tiny, registry, max_seqs=1, caching=False)
+    alone = [plain.generate([p], [s])[0].token_ids for p, s in zip(prompts, params, strict=True)]
+    assert len(set(alone)) == 4
+    assert plain.telemetry().total.prefix_hits == 0
+    roomy, short = make_engine(tiny, registry), make_engine(tiny, registry, blocks=9)
+    for engine in (roomy, short):
+        assert [c.token_ids for c in engine.generate(prompts, params)] == alone
+        assert [c.token_ids for c in engine.generate(prompts[::-1], params[::-1])] == alone[::-1]
+        assert_idle(engine)
+    assert [c.cached_tokens for c in roomy.generate(prompts, params)] == [32, 32, 64, 32]
+    assert short.telemetry().total.prefix_hits > 100
+    assert roomy.telemetry().total.preempted == 0
+    assert short.telemetry().total.preempted > 0
+
+
+def test_samples_of_one_request_are_each_what_their_seed_gives_alone(llama: DirectorySource, registry: Registry) -> None:
+    prompt = random_ids(4, 21)
+    asked = SamplingParams(temperature=1.5, seed=9, n=4, max_tokens=12, ignore_eos=True)
+    lonely = make_engine(llama, registry, max_seqs=1)
+    seeds = [child_seed(9, i) for i in range(4)]
+    assert (seeds[0], len(set(seeds))) == (9, 4)
+    alone = [lonely.generate([prompt], [replace(asked, seed=seed, n=1)])[0].token_ids for seed in seeds]
+    assert len(set(alone)) == 4
+    for engine in (make_engine(llama, registry, max_seqs=8), make_engine(llama, registry, max_seqs=2), lonely):
+        before = engine.telemetry().total
+        done = engine.generate([prompt, prompt[:5]], [asked, GREEDY])
+        assert [(c.request_id - done[0].request_id, c.index) for c in done] == [(0, 0), (0, 1), (0, 2), (0, 3), (1, 0)]
+        assert [c.token_ids for c in done[:4]] == alone
+        total = engine.telemetry().total
+        if engine.scheduler.limits.max_seqs == 8:
+            assert total.prefill_tokens - before.prefill_tokens == 21 + 5, "the prompt is computed once"
+        assert_idle(engine)
+
+
+def test_updates_name_their_sample(engine: Engine) -> None:
+    updates = list(engine.stream([[5, 6, 7]], [SamplingParams(temperature=1, seed=2, n=3, max_tokens=5, ignore_eos=True)]))
+    for index in range(3):
+        mine = [u for u in updates if u.index == index]
+        [completion] = [u.completion for u in mine if u.completion is not None]
+        assert completion.index == index
+        assert tuple(t for u in mine for t in u.token_ids) == completion.token_ids
+        assert "".join(u.text for u in mine) == completion.text
+    assert len({u.request_id for u in updates}) == 1
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2, 6])
+def test_cancelling_ends_every_sample(engine: Engine, steps: int) -> None:
+    request = engine.add_request([5] * 40, SamplingParams(seed=1, n=3, max_tokens=30, ignore_eos=True))
+    for _ in range(steps):
+        engine.step()
+    done = engine.cancel(request)
+    assert [(c.index, c.finish_reason) for c in done] == [(i, FinishReason.ABORT) for i in range(3)]
+    assert all(len(c.token_ids) == max(0, steps - 1) for c in done)
+
+
+def test_a_step_that_fails_ends_its_requests_by_name_and_the_engine_goes_on(llama: DirectorySource, registry: Registry) -> None:
+    engine = make_engine(llama, registry, max_seqs=2)
+    [wanted] = engine.generate([[9, 8, 7]], [GREEDY])
+    run = engine.runner.run
+
+    def faulty(work: list, copies: list) -> np.ndarray:
+        if any(s.prompt_ids == (6,) * 9 and len(s.output_ids) == 3 for s, _ in work):
+            raise MemoryError("no room for 7 bytes")
+        return run(work, copies)
+
+    engine.runner.run = faulty  # type: ignore[method-assign, assignment]
+    done = engine.generate([[5] * 9, [6] * 9, [9, 8, 7]], [replace(GREEDY, n=2), GREEDY, GREEDY])
+    assert [c.finish_reason for c in done] == [FinishReason.ERROR] * 3 + [FinishReason.LENGTH]
+    assert [len(c.token_ids) for c in done] == [3, 1, 3, 24]
+    assert {c.error for c in done[:3]} == {"the engine failed in a step of this request: MemoryError: no room for 7 bytes"}
+    assert done[3].token_ids == wanted.token_ids
+    assert_idle(engine)
+
+
+def test_an_interrupted_step_is_computed_anew_for_those_who_stay(llama: DirectorySource, registry: Registry) -> None:
+    engine = make_engine(llama, registry)
+    asked = SamplingParams(temperature=1, seed=3, n=3, max_tokens=12, ignore_eos=True)
+    wanted = [c.token_ids for c in engine.generate([random_ids(1, 13)], [asked])]
+    run, calls = engine.runner.run, []
+
+    def interrupted(work: list, copies: list) -> np.ndarray:
+        calls.append(0)
+        if len(calls) in (1, 3, 4, 9):
+            raise KeyboardInterrupt
+        return run(work, copies)
+
+    engine.runner.run = interrupted  # type: ignore[method-assign, assignment]
+    request = engine.add_request(random_ids(1, 13), asked)
+    done = {}
+    while engine.has_work():
+        with contextlib.suppress(KeyboardInterrupt):
+            done.update({u.index: u.completion.token_ids for u in engine.step() if u.completion is not None})
+        engine.scheduler.check()
+    assert [done[i] for i in range(3)] == wanted
+    assert request == 1
+    assert len(calls) > 9
+    assert_idle(engine)
+
+
+def test_a_lower_priority_number_is_served_first(llama: DirectorySource, registry: Registry) -> None:
+    engine = make_engine(llama, registry, max_seqs=1)
+    ids = [engine.add_request([5, 6], replace(GREEDY, priority=p, max_tokens=2)) for p in (0, 3, -2)]
+    assert list(run_to_end(engine)) == [ids[2], ids[0], ids[1]]
+
+
 def test_a_seed_reproduces_and_no_seed_differs(engine: Engine) -> None:
     def tokens(seed: int | None) -> tuple[int, ...]:
         return engine.generate([[5, 6, 7]], [SamplingParams(temperature=2.0, seed=seed, max_tokens=20, ignore_eos=True)])[0].token_ids
@@ -121,10 +244,9 @@ def test_cancelling_at_any_moment_frees_every_block_and_disturbs_nobody(llama: D
         for _ in range(steps):
             engine.step()
         for request in (dropped, waiting):
-            completion = engine.cancel(request)
-            assert completion is not None
+            [completion] = engine.cancel(request)
             assert completion.finish_reason is FinishReason.ABORT
-            assert engine.cancel(request) is None
+            assert engine.cancel(request) == ()
         engine.scheduler.check()
         assert run_to_end(engine)[kept].token_ids == wanted
         assert_idle(engine)
@@ -286,8 +408,8 @@ def test_a_request_whose_logits_are_not_finite_fails_alone(llama: DirectorySourc
     wanted = [c.token_ids for c in engine.generate(prompts, [GREEDY] * 3)]
     run, steps = engine.runner.run, []
 
-    def faulty(work: list) -> np.ndarray:
-        logits = run(work)
+    def faulty(work: list, copies: list) -> np.ndarray:
+        logits = run(work, copies)
         steps.append(0)
         emitting = [s for s, w in work if w.emits]
         for i, sequence in enumerate(emitting):

@@ -121,7 +121,6 @@ def test_a_stop_string_is_part_of_the_text_where_that_was_asked_for(engine: Engi
     [
         ({"logit_bias": {512: 1}}, "logit_bias: expected token ids from 0 to 511, found 512"),
         ({"min_tokens": 254}, "min_tokens: expected at most the 253 tokens that may follow this prompt, found 254"),
-        ({"n": 2}, "n: "),
         ({"constraint": Constraint("regex", "[a")}, "regex: "),
     ],
     ids=lambda value: str(value)[:20],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -9,71 +11,113 @@ from hypothesis import strategies as st
 from tiny_models import DirectorySource
 
 from arctool.errors import UsageError
-from arctool.run.kv.blocks import BlockAllocator, BlockTable, blocks_for
+from arctool.run.kv.blocks import BlockPool, BlockTable
 from arctool.run.kv.cache import KVCache, plan_cache
+from arctool.run.kv.memory import parse_memory
+from arctool.run.kv.paging import Paging
 
 
-@given(st.lists(st.tuples(st.sampled_from(["grow", "release", "fork"]), st.integers(0, 4), st.integers(1, 30))))
-def test_any_order_of_growing_sharing_and_releasing_keeps_the_books(actions: list[tuple[str, int, int]]) -> None:
-    allocator = BlockAllocator(20)
+@given(st.lists(st.tuples(st.sampled_from(["allocate", "release", "share", "keep"]), st.integers(0, 4), st.integers(1, 6))))
+def test_any_order_of_taking_sharing_and_releasing_keeps_the_books(actions: list[tuple[str, int, int]]) -> None:
+    forgotten: list[int] = []
+    pool = BlockPool(20, forgotten.append)
     tables = [BlockTable(4) for _ in range(5)]
-    for action, which, tokens in actions:
+    kept: set[int] = set()
+    for action, which, count in actions:
         table = tables[which]
         if action == "release":
-            table.release(allocator)
-        elif action == "fork" and not table.blocks:
+            pool.release(reversed(table.blocks))
+            table.blocks = []
+        elif action == "share" and not table.blocks:
             source = tables[(which + 1) % 5].blocks
-            allocator.fork(source)
+            pool.share(source)
             table.blocks = list(source)
-        elif action == "grow" and blocks_for(tokens, 4) - len(table.blocks) <= allocator.free_blocks:
-            table.grow(tokens, allocator)
-            assert len(table.blocks) >= blocks_for(tokens, 4)
-        allocator.check(tables)
+        elif action == "keep":
+            for block in table.blocks[:count]:
+                pool.keep(block)
+                kept.add(block)
+        elif action == "allocate" and count <= pool.available:
+            taken = pool.allocate(count)
+            assert len(set(taken)) == count
+            table.blocks += taken
+        kept -= set(forgotten)
+        forgotten.clear()
+        pool.check(tables)
+        assert pool.kept() == kept
     for table in tables:
-        table.release(allocator)
-    allocator.check([])
-    assert allocator.free_blocks == 20
+        pool.release(table.blocks)
+    pool.check([])
+    assert pool.available == 20
+    assert pool.idle == len(kept)
 
 
 def test_a_shared_block_is_free_only_when_its_last_owner_lets_go() -> None:
-    allocator = BlockAllocator(3)
-    blocks = allocator.allocate(2)
-    allocator.fork(blocks)
-    allocator.release(blocks)
-    assert allocator.free_blocks == 1
-    allocator.release(blocks)
-    assert allocator.free_blocks == 3
+    pool = BlockPool(3)
+    blocks = pool.allocate(2)
+    pool.share(blocks)
+    pool.release(blocks)
+    assert pool.free == 1
+    pool.release(blocks)
+    assert pool.free == 3
 
 
-def test_misuse_of_the_allocator_is_an_error_not_a_corruption() -> None:
-    allocator = BlockAllocator(2)
-    [block] = allocator.allocate(1)
+def test_free_blocks_go_first_then_the_longest_idle() -> None:
+    forgotten: list[int] = []
+    pool = BlockPool(4, forgotten.append)
+    first, second, third, last = pool.allocate(4)
+    for block in (first, second, third):
+        pool.keep(block)
+    pool.release([second])
+    pool.release([third, first])
+    pool.release([last])
+    assert (pool.free, pool.idle, pool.available) == (1, 3, 4)
+    assert pool.allocate(3) == [last, second, third]
+    assert forgotten == [second, third]
+    assert pool.is_idle(first)
+
+
+def test_an_idle_block_that_is_used_again_is_no_longer_the_first_to_go() -> None:
+    pool = BlockPool(3)
+    blocks = pool.allocate(3)
+    for block in blocks:
+        pool.keep(block)
+    pool.release(blocks)
+    pool.share(blocks[:1])
+    assert pool.allocate(1) == blocks[1:2]
+    pool.release(blocks[:1])
+    assert pool.allocate(2) == [blocks[2], blocks[0]]
+
+
+def test_misuse_of_the_pool_is_an_error_not_a_corruption() -> None:
+    pool = BlockPool(2)
+    [block] = pool.allocate(1)
     with pytest.raises(RuntimeError, match="asked for 2"):
-        allocator.allocate(2)
-    allocator.release([block])
+        pool.allocate(2)
+    pool.release([block])
     with pytest.raises(RuntimeError, match="freed twice"):
-        allocator.release([block])
+        pool.release([block])
     with pytest.raises(RuntimeError, match="shared while free"):
-        allocator.fork([block])
+        pool.share([block])
+    with pytest.raises(RuntimeError, match="kept while nobody owns it"):
+        pool.keep(block)
 
 
 def test_the_checker_sees_a_leak_and_a_stolen_block() -> None:
-    allocator = BlockAllocator(4)
-    table = BlockTable(4)
-    table.grow(8, allocator)
+    pool = BlockPool(4)
+    table = BlockTable(4, blocks=pool.allocate(2))
     with pytest.raises(RuntimeError, match="0 owners"):
-        allocator.check([])
+        pool.check([])
     with pytest.raises(RuntimeError, match="2 owners"):
-        allocator.check([table, BlockTable(4, [table.blocks[0]])])
+        pool.check([table, BlockTable(4, blocks=[table.blocks[0]])])
 
 
 def test_a_lone_sequence_lies_contiguously() -> None:
-    allocator = BlockAllocator(6)
-    other, mine = BlockTable(2), BlockTable(2)
-    other.grow(4, allocator)
-    other.release(allocator)
-    mine.grow(3, allocator)
-    mine.grow(9, allocator)
+    paging = Paging(6, 2)
+    other, mine = paging.table(), paging.table()
+    paging.grow(other, 0, 4)
+    paging.release(other)
+    paging.grow(mine, 0, 3)
+    paging.grow(mine, 3, 9)
     assert mine.blocks == [0, 1, 2, 3, 4]
 
 
@@ -91,7 +135,7 @@ def test_the_cache_is_sized_by_sequences_or_by_bytes(llama: DirectorySource) -> 
     assert plan_cache(config, max_seqs=3).num_blocks == 3 * 16
     by_bytes = plan_cache(config, max_seqs=3, kv_memory=512 * 100)
     assert (by_bytes.num_blocks, by_bytes.max_model_len) == (6, 96)
-    assert plan_cache(config, kv_memory=512 * 100, kv_dtype="bf16").max_model_len == 192
+    assert plan_cache(config, max_seqs=1, kv_memory=512 * 100, kv_dtype="bf16").max_model_len == 192
     assert plan_cache(config, max_model_len=33, max_seqs=2).num_blocks == 6
 
 
@@ -105,9 +149,40 @@ def test_the_cache_is_sized_by_sequences_or_by_bytes(llama: DirectorySource) -> 
         ({"kv_memory": 100}, "kv_memory"),
         ({"max_model_len": 256, "kv_memory": 512 * 255}, "kv_memory"),
         ({"kv_memory": -5}, "kv_memory"),
+        ({"kv_memory": "-5"}, "kv_memory"),
+        ({"kv_memory": "2 gibs"}, "kv_memory"),
+        ({"kv_memory": "much"}, "kv_memory"),
+        ({"kv_memory": ""}, "kv_memory"),
+        ({"kv_memory": "1e9"}, "kv_memory"),
+        ({"kv_memory": True}, "kv_memory"),
+        ({"kv_memory": "9" * 400}, "kv_memory"),
         ({"kv_dtype": "int3"}, "kv_dtype"),
     ],
 )
 def test_a_cache_that_cannot_be_is_refused_by_option(llama: DirectorySource, options: dict, field: str) -> None:
     with pytest.raises(UsageError, match=f"^{field}:"):
         plan_cache(llama.config, **options)
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [
+        ("512", 512),
+        ("512B", 512),
+        ("512MB", 512_000_000),
+        ("2GiB", 2 << 30),
+        ("1.5 gib", 3 << 29),
+        (" 3KiB ", 3072),
+        ("1tb", 10**12),
+        (7, 7),
+    ],
+)
+def test_memory_is_written_as_people_write_it(text: str | int, nbytes: int) -> None:
+    assert parse_memory(text, "kv_memory") == nbytes
+
+
+def test_by_default_many_sequences_share_two_gibibytes_at_most(llama: DirectorySource) -> None:
+    assert plan_cache(llama.config).num_blocks == 256 * 16
+    wide = replace(llama.config, max_position_embeddings=1 << 20)
+    assert plan_cache(wide).num_blocks == (2 << 30) // (512 * 16)
+    assert plan_cache(wide, kv_memory="1MiB").max_model_len == 2048

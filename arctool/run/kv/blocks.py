@@ -1,10 +1,10 @@
-"""Who owns which block of the cache: the allocator with reference counts, and a sequence's block table. Knows no tensors."""
+"""Who owns which block of the cache: the pool with reference counts, and a sequence's block table. Knows neither tensors nor tokens."""
 
 from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 
@@ -13,78 +13,121 @@ def blocks_for(tokens: int, block_size: int) -> int:
     return -(-tokens // block_size)
 
 
-class BlockAllocator:
-    """Hands out block numbers 0 ... num_blocks−1, lowest first, so that a sequence that runs alone lies contiguously.
+@dataclass
+class BlockTable:
+    """The blocks of one sequence, in order: token p lies in `blocks[p // block_size]`.
 
-    A block with several owners (fork) is free again when the last one has released it. Misuse raises RuntimeError: it is a
-    fault of the engine, never of a request, because planning asks for room before it takes any.
+    `keys`: of its leading full blocks (`kv.prefix`), as far as they have been asked for; `root`: the key before the first.
+    `cached`: how many leading blocks are in the prefix cache.
     """
 
-    def __init__(self, num_blocks: int) -> None:
+    block_size: int
+    root: bytes = b""
+    blocks: list[int] = field(default_factory=list)
+    keys: list[bytes] = field(default_factory=list)
+    cached: int = 0
+
+
+class BlockPool:
+    """Block numbers 0 ... num_blocks−1. Each is always in exactly one of three states: free, owned, or idle.
+
+    Owned: some tables hold it; it leaves that state when the last one releases it. Idle: nobody owns it, but it was marked `keep`
+    (the prefix cache knows what it holds), so it stays as it is until it is owned again or its place is needed. Free blocks are
+    given out first, lowest first, so that a sequence that runs alone lies contiguously; then the idle ones, longest idle first:
+    `forget` is told of each.
+
+    Misuse raises RuntimeError: it is a fault of the engine, never of a request, because planning asks for room before it takes any.
+    """
+
+    def __init__(self, num_blocks: int, forget: Callable[[int], None] = lambda block: None) -> None:
         self._references = [0] * num_blocks
         self._free = list(range(num_blocks))
+        self._idle: dict[int, None] = {}
+        self._kept: set[int] = set()
+        self._forget = forget
 
     @property
     def num_blocks(self) -> int:
         return len(self._references)
 
     @property
-    def free_blocks(self) -> int:
+    def free(self) -> int:
+        """Blocks that hold nothing."""
         return len(self._free)
 
+    @property
+    def idle(self) -> int:
+        """Blocks that nobody owns and that the prefix cache could give to somebody."""
+        return len(self._idle)
+
+    @property
+    def available(self) -> int:
+        """Blocks that `allocate` can give."""
+        return len(self._free) + len(self._idle)
+
+    def owners(self, block: int) -> int:
+        return self._references[block]
+
+    def is_idle(self, block: int) -> bool:
+        return block in self._idle
+
     def allocate(self, count: int) -> list[int]:
-        """Take `count` free blocks, each with one owner."""
-        if count > len(self._free):
-            raise RuntimeError(f"asked for {count} cache blocks, {len(self._free)} are free")
-        blocks = [heapq.heappop(self._free) for _ in range(count)]
+        """Take `count` available blocks, each with one owner."""
+        if count > self.available:
+            raise RuntimeError(f"asked for {count} cache blocks, {self.available} are available")
+        blocks = [heapq.heappop(self._free) if self._free else self._evict() for _ in range(count)]
         for block in blocks:
             self._references[block] = 1
         return blocks
 
-    def fork(self, blocks: Iterable[int]) -> None:
-        """Add one owner to each of `blocks`."""
+    def share(self, blocks: Iterable[int]) -> None:
+        """Add one owner to each of `blocks`, which are owned or idle."""
         for block in blocks:
-            if self._references[block] < 1:
+            if self._references[block] < 1 and block not in self._idle:
                 raise RuntimeError(f"cache block {block} is shared while free")
+            self._idle.pop(block, None)
             self._references[block] += 1
 
     def release(self, blocks: Iterable[int]) -> None:
-        """Take one owner from each of `blocks`."""
+        """Take one owner from each of `blocks`. Those that become idle are evicted in this order."""
         for block in blocks:
             if self._references[block] < 1:
                 raise RuntimeError(f"cache block {block} is freed twice")
             self._references[block] -= 1
             if self._references[block] == 0:
-                heapq.heappush(self._free, block)
+                if block in self._kept:
+                    self._idle[block] = None
+                else:
+                    heapq.heappush(self._free, block)
+
+    def keep(self, block: int) -> None:
+        """Let an owned block stay as it is when its last owner has gone."""
+        if self._references[block] < 1:
+            raise RuntimeError(f"cache block {block} is kept while nobody owns it")
+        self._kept.add(block)
 
     def check(self, tables: Iterable[BlockTable]) -> None:
-        """Raise RuntimeError unless every block is either free once, or owned exactly as often as `tables` say."""
+        """Raise RuntimeError unless every block is free, idle or owned, once, and owned exactly as often as `tables` say."""
         owned = Counter(block for table in tables for block in table.blocks)
         free = Counter(self._free)
         for block, references in enumerate(self._references):
             if owned[block] != references:
                 raise RuntimeError(f"cache block {block} has {owned[block]} owners, its count says {references}")
-            if free[block] != (references == 0):
-                raise RuntimeError(f"cache block {block} is {free[block]} times in the free list with {references} owners")
-        strangers = (set(owned) | set(free)) - set(range(len(self._references)))
+            idle = block in self._idle
+            if free[block] + idle != (references == 0):
+                raise RuntimeError(f"cache block {block} is {free[block]} times free and {int(idle)} times idle with {references} owners")
+            if (free[block] and block in self._kept) or (idle and block not in self._kept):
+                raise RuntimeError(f"cache block {block} is {'idle' if idle else 'free'}, its content says otherwise")
+        strangers = (set(owned) | set(free) | set(self._idle)) - set(range(len(self._references)))
         if strangers:
             raise RuntimeError(f"cache block {min(strangers)} does not exist")
 
+    def kept(self) -> frozenset[int]:
+        return frozenset(self._kept)
 
-@dataclass
-class BlockTable:
-    """The blocks of one sequence, in order: token p lies in `blocks[p // block_size]`."""
-
-    block_size: int
-    blocks: list[int] = field(default_factory=list)
-
-    def grow(self, tokens: int, allocator: BlockAllocator) -> None:
-        """Make room for the first `tokens` tokens of the sequence."""
-        missing = blocks_for(tokens, self.block_size) - len(self.blocks)
-        if missing > 0:
-            self.blocks.extend(allocator.allocate(missing))
-
-    def release(self, allocator: BlockAllocator) -> None:
-        """Give every block back; the table is empty afterwards."""
-        blocks, self.blocks = self.blocks, []
-        allocator.release(blocks)
+    def _evict(self) -> int:
+        block = next(iter(self._idle))
+        del self._idle[block]
+        self._kept.discard(block)
+        self._forget(block)
+        return block

@@ -12,6 +12,7 @@ from arctool.kernels.cpu.attention import value_pitch
 from arctool.kernels.cpu.ir import LANES
 from arctool.run.config import ModelConfig
 from arctool.run.kv.blocks import blocks_for
+from arctool.run.kv.memory import parse_memory
 
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
 DEFAULT_KV_MEMORY = 2 << 30
@@ -31,12 +32,12 @@ def plan_cache(
     config: ModelConfig,
     *,
     max_model_len: int | None = None,
-    max_seqs: int = 1,
-    kv_memory: int | None = None,
+    max_seqs: int = 256,
+    kv_memory: int | str | None = None,
     block_size: int = 16,
     kv_dtype: str = "f32",
 ) -> CachePlan:
-    """Size the cache: `max_seqs` contexts of `max_model_len` tokens, or less where `kv_memory` bytes (default 2 GiB) forbid it.
+    """Size the cache: `max_seqs` contexts of `max_model_len` tokens, or less where `kv_memory` (bytes, or "2GiB", the default) forbids it.
 
     Without `max_model_len` the context is the model's own, shortened to what fits. A context that is asked for and does not
     fit, or is longer than the model's, raises UsageError.
@@ -52,7 +53,7 @@ def plan_cache(
         why = f": {config.rope.no_further}" if config.rope.no_further else ""
         raise UsageError(f"max_model_len: expected 2 to the model's max_position_embeddings = {model_limit}, found {max_model_len}{why}")
     token_bytes = config.num_layers * config.num_kv_heads * (config.head_dim + value_pitch(config.head_dim)) * DTYPES[kv_dtype].itemsize
-    memory = DEFAULT_KV_MEMORY if kv_memory is None else kv_memory
+    memory = DEFAULT_KV_MEMORY if kv_memory is None else parse_memory(kv_memory, "kv_memory")
     affordable = memory // (token_bytes * block_size)
     length = min(model_limit, affordable * block_size) if max_model_len is None else max_model_len
     if length < 2 or blocks_for(length, block_size) > affordable:

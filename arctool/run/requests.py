@@ -1,0 +1,128 @@
+"""A request as its owner sees it: samples, text, what became known, how it ended. Knows nothing of blocks or steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Set
+from dataclasses import dataclass, field
+
+from arctool.run.detokenizer import StopStrings, StreamDecoder
+from arctool.run.sampling.sampler import Sampled, TokenLogprobs
+from arctool.run.sequence import FinishReason, Sequence
+from arctool.run.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds on a monotonic clock, from the arrival of the request: until its first token (None: there was none), and in all."""
+
+    first_token: float | None
+    total: float
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A finished sample of a request. `token_ids` holds every generated token, an end token included; `text` has no stop string in it.
+
+    `index`: which of the request's `n` samples it is. `cached_tokens`: how many tokens of the prompt the prefix cache had.
+    """
+
+    request_id: int
+    prompt_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: FinishReason
+    logprobs: tuple[TokenLogprobs, ...] | None
+    timing: Timing
+    error: str | None = None
+    index: int = 0
+    cached_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class Update:
+    """What one step brought for sample `index` of a request: new tokens, the text that became certain, the completion if it has ended."""
+
+    request_id: int
+    token_ids: tuple[int, ...]
+    text: str
+    completion: Completion | None = None
+    index: int = 0
+
+
+@dataclass
+class Sample:
+    """One sample of a request: its sequence, and what is kept about its text and its clock."""
+
+    request_id: int
+    sequence: Sequence
+    decoder: StreamDecoder | None
+    stops: StopStrings
+    arrived: float
+    first_token: float | None = None
+    pieces: list[str] = field(default_factory=list)
+
+    def accept(self, result: Sampled, ends: Set[int], clock: Callable[[], float]) -> tuple[str, FinishReason | None]:
+        """Append a token; returns the text that it makes certain, and why the sample ends with it, if it does.
+
+        `ends`: the model's own end tokens. Raises RequestError for tokens that the tokenizer cannot decode.
+        """
+        sequence = self.sequence
+        if result.token is None:
+            raise ValueError("a row without a token cannot be accepted")
+        sequence.output_ids.append(result.token)
+        sequence.state.push(result.token)
+        if result.logprobs is not None:
+            sequence.logprobs.append(result.logprobs)
+        if self.first_token is None:
+            self.first_token = clock()
+        text, reason = self._text_and_reason(result.token, ends)
+        if text:
+            self.pieces.append(text)
+        return text, reason
+
+    def completion(self, now: float) -> Completion:
+        """What became of it, once its sequence has ended."""
+        sequence = self.sequence
+        if sequence.finish_reason is None:
+            raise ValueError(f"sequence {sequence.id} has not ended")
+        return Completion(
+            request_id=self.request_id,
+            prompt_ids=sequence.prompt_ids,
+            token_ids=tuple(sequence.output_ids),
+            text="".join(self.pieces),
+            finish_reason=sequence.finish_reason,
+            logprobs=None if sequence.params.logprobs is None else tuple(sequence.logprobs),
+            timing=Timing(None if self.first_token is None else self.first_token - self.arrived, now - self.arrived),
+            error=sequence.error,
+            index=sequence.index,
+            cached_tokens=sequence.hit,
+        )
+
+    def _text_and_reason(self, token: int, ends: Set[int]) -> tuple[str, FinishReason | None]:
+        sequence, params = self.sequence, self.sequence.params
+        too_short = len(sequence.output_ids) < params.min_tokens
+        ends_it = (token in ends and not params.ignore_eos) or token in params.stop_token_ids
+        text = ""
+        if self.decoder is not None:
+            # A token that ends the text is not part of it, even where it would decode to something.
+            piece = self.stops.push("" if ends_it else self.decoder.push(token), too_short=too_short)
+            if piece.stopped:
+                return piece.text, FinishReason.STOP
+            text = piece.text
+        complete = ends_it or sequence.state.finished
+        if not complete and len(sequence.output_ids) < sequence.max_tokens:
+            return text, None
+        if self.decoder is not None:
+            last = self.stops.push(self.decoder.flush(), too_short=too_short)
+            text += last.text
+            if last.stopped:
+                return text, FinishReason.STOP
+            text += self.stops.flush()
+        return text, FinishReason.STOP if complete else FinishReason.LENGTH
+
+
+def new_sample(request_id: int, sequence: Sequence, tokenizer: Tokenizer | None, arrived: float) -> Sample:
+    """A sample that has no tokens yet. Without a tokenizer its text stays empty."""
+    decoder = None if tokenizer is None else StreamDecoder(tokenizer)
+    stops = StopStrings(sequence.params.stop, include=sequence.params.include_stop_str_in_output)
+    return Sample(request_id, sequence, decoder, stops, arrived)
