@@ -15,7 +15,7 @@ from arctool.quant.tensor import PackedTensor
 
 @dataclass(frozen=True)
 class CpuDecoder:
-    """The numba decode that the dense path of the CPU engine uses; its row decoders are those of the fused kernels."""
+    """The CPU's decode of whole rows; its row decoders are those of the products."""
 
     registry: Registry
     name: str = "cpu.decode"
@@ -31,8 +31,8 @@ class CpuDecoder:
 
 
 @dataclass(frozen=True)
-class FusedProbe:
-    """The fused kernel, asked for sampled columns by unit vectors: x = e_j gives value · scale, with the oracle's one rounding.
+class ProductProbe:
+    """The product, asked for sampled columns by unit vectors: x = e_j gives value · scale, with the oracle's one rounding.
 
     A dot product with a unit vector adds zeros to one product, so it has the oracle's bits if the row decoder has; but −0.0 + 0.0 is
     0.0, so the sign of a zero is lost before the scale is applied. Every column would cost as much as the oracle on rows of 1,500
@@ -41,11 +41,11 @@ class FusedProbe:
     """
 
     registry: Registry
-    name: str = "cpu.fused (sampled columns)"
+    name: str = "cpu.linear (sampled columns)"
     zero_signs: bool = False
 
     def accepts(self, weight: PackedTensor) -> bool:
-        """As the fused kernels: every geometry and GGML type."""
+        """As the products: every geometry and GGML type."""
         return True
 
     def decode(self, weight: PackedTensor) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
@@ -65,6 +65,6 @@ def sampled_columns(in_features: int) -> NDArray[np.int64]:
     return np.unique(np.append(groups * LANES + np.arange(LANES), in_features - 1))
 
 
-def decoders(registry: Registry) -> tuple[CpuDecoder | FusedProbe, ...]:
+def decoders(registry: Registry) -> tuple[CpuDecoder | ProductProbe, ...]:
     """What this machine has."""
-    return (CpuDecoder(registry), FusedProbe(registry))
+    return (CpuDecoder(registry), ProductProbe(registry))

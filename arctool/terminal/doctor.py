@@ -99,7 +99,7 @@ def _but_for_its_name(item: Implementation) -> tuple[str, str, str, str]:
 
 
 def _names(names: list[str]) -> str:
-    """Names of kernels that differ only in the kind of weight that they take: `cpu.fused.{fp8, afq}`."""
+    """Names of kernels that differ only in the kind of weight that they take: `cpu.linear.{fp8, afq}`."""
     stems = {name.rpartition(".")[0] for name in names}
     if len(names) == 1 or len(stems) > 1:
         return ", ".join(names)

@@ -150,7 +150,7 @@ def test_a_mixture_that_mistralrs_stacked_is_our_own_bake_of_it(name: str, tiny_
     source = tiny_checkpoints[name]
     texts = upstream({"model": str(source), "write": [str(tmp_path / "q8_0.uqff"), "q8_0"]}, MIXTURE_PROMPTS, 12)
     assert len(set(texts)) == len(texts)
-    assert all(a[:2] == b[:2] for a, b in zip(texts, ours(tmp_path, MIXTURE_PROMPTS, 12), strict=True))
+    assert all(a[0] == b[0] for a, b in zip(texts, ours(tmp_path, MIXTURE_PROMPTS, 12), strict=True))
     recipe = Recipe("q8_0", (Rule("test", "q8_0", "*.block_sparse_moe.gate"),) if name == "mixtral" else ())
     ids = [1, 77, 300, 5, 5, 211, 499, 38, 150, 400]
     with open_checkpoint(str(source)) as checkpoint, open_artifact(tmp_path) as artifact:

@@ -15,8 +15,8 @@ from gguf import GGMLQuantizationType, quantize
 from numpy.typing import NDArray
 
 from arctool.errors import FormatError, GeometryError
-from arctool.kernels.decoders import FusedProbe, decoders
-from arctool.kernels.registry import Prepared, Registry, TokenClass, default_registry
+from arctool.kernels.decoders import ProductProbe, decoders
+from arctool.kernels.registry import Prepared, Registry, default_registry
 from arctool.quant.ggml import Q8_0
 from arctool.quant.hadamard import Rotation
 from arctool.quant.tensor import DenseTensor, GgmlTensor, TrellisTensor, Weight
@@ -148,15 +148,15 @@ def test_every_decoder_of_this_machine_gives_the_oracles_bits(tmp_path: Path) ->
     assert "trellis tensors" not in report.implementations.counts
     assert [(c.implementation, c.tensors, c.weights) for c in report.coverage] == [
         ("cpu.decode", 1, ROWS * INNER),
-        ("cpu.fused (sampled columns)", 1, ROWS * 16),
+        ("cpu.linear (sampled columns)", 1, ROWS * 16),
     ]
     assert report.tables.counts == {}
 
 
-def test_the_fused_probe_asks_one_token_at_a_time() -> None:
+def test_the_probe_of_a_product_asks_once_for_all_its_columns() -> None:
     registry = default_registry()
-    columns, _ = FusedProbe(registry).decode(blocks())
-    assert registry.engagement() == {"cpu.fused.ggml-q8_0": len(columns)}
+    ProductProbe(registry).decode(blocks())
+    assert registry.engagement() == {"cpu.linear.ggml-q8_0": 1}
 
 
 class OneWrongBit(Registry):
@@ -167,10 +167,9 @@ class OneWrongBit(Registry):
         dense.view(np.uint32)[2, 5] ^= 1
         return dense
 
-    def linear(self, x: torch.Tensor, weight: Prepared, token_class: TokenClass) -> torch.Tensor:
-        y = super().linear(x, weight, token_class)
-        if len(x) == 1 and x[0, 63] == 1:
-            y.numpy().view(np.uint32)[0, 2] ^= 1
+    def linear(self, x: torch.Tensor, weight: Prepared) -> torch.Tensor:
+        y = super().linear(x, weight)
+        y.numpy().view(np.uint32)[(x[:, 63] == 1).numpy(), 2] ^= 1
         return y
 
 
@@ -178,7 +177,7 @@ def test_decoders_that_are_off_by_one_bit_are_found(tmp_path: Path) -> None:
     report = verify(write(tmp_path / "a"), implementations=decoders(OneWrongBit(default_registry().implementations)))
     first, second = report.implementations.failures
     assert first.startswith("model.embed_tokens: cpu.decode: row 2, column 5: expected")
-    assert second.startswith("model.embed_tokens: cpu.fused (sampled columns): row 2, column 63: expected")
+    assert second.startswith("model.embed_tokens: cpu.linear (sampled columns): row 2, column 63: expected")
 
 
 def test_a_flipped_bit_in_any_byte_of_the_shard_is_found(tmp_path: Path) -> None:

@@ -10,8 +10,8 @@ import pytest
 import torch
 import uqff_samples as samples
 
-from arctool.kernels.decoders import CpuDecoder, FusedProbe, decoders, sampled_columns
-from arctool.kernels.registry import Prepared, Registry, TokenClass, default_registry
+from arctool.kernels.decoders import CpuDecoder, ProductProbe, decoders, sampled_columns
+from arctool.kernels.registry import Prepared, Registry, default_registry
 from arctool.quant.codebooks import Codebook, ShippedTable
 from arctool.quant.tensor import TrellisTensor
 from arctool.quant.trellis import Geometry
@@ -45,14 +45,14 @@ def verified(directory: Path, weight: TrellisTensor, registry: Registry) -> Veri
 def test_only_sampled_columns_of_the_fused_kernel_are_counted(tmp_path: Path) -> None:
     report = verified(tmp_path / "a", samples.trellis("K4V2L16", inner=260), default_registry())
     assert report.passed, report
-    assert [(c.implementation, c.weights) for c in report.coverage] == [("cpu.decode", 5 * 260), ("cpu.fused (sampled columns)", 5 * 17)]
+    assert [(c.implementation, c.weights) for c in report.coverage] == [("cpu.decode", 5 * 260), ("cpu.linear (sampled columns)", 5 * 17)]
 
 
 class OneWrongBit(Registry):
     """Fused products of the unit vector of column 34 are off by one bit in row 2."""
 
-    def linear(self, x: torch.Tensor, weight: Prepared, token_class: TokenClass) -> torch.Tensor:
-        y = super().linear(x, weight, token_class)
+    def linear(self, x: torch.Tensor, weight: Prepared) -> torch.Tensor:
+        y = super().linear(x, weight)
         y.numpy().view(np.uint32)[x[:, 34].numpy() == 1, 2] ^= 1
         return y
 
@@ -60,7 +60,7 @@ class OneWrongBit(Registry):
 def test_a_fused_kernel_that_is_off_by_one_bit_is_found(tmp_path: Path) -> None:
     report = verified(tmp_path / "a", samples.trellis("K4V2L16", inner=260), OneWrongBit(default_registry().implementations))
     assert report.implementations.failure_count == 1
-    assert report.implementations.failures[0].startswith("x: cpu.fused (sampled columns): row 2, column 34: expected")
+    assert report.implementations.failures[0].startswith("x: cpu.linear (sampled columns): row 2, column 34: expected")
     assert [c.differing for c in report.coverage] == [0, 1]
 
 
@@ -75,7 +75,7 @@ def test_a_negative_zero_of_the_table_is_no_difference_of_the_fused_kernel_and_e
     assert np.signbit(still.decode()[0, :4]).tolist() == [True, False, False, True]
     report = verified(tmp_path / "a", still, default_registry())
     assert report.passed, report.implementations
-    columns, found = FusedProbe(default_registry()).decode(still)
+    columns, found = ProductProbe(default_registry()).decode(still)
     assert (found.view(np.uint32) != still.decode()[:, columns].view(np.uint32)).any()
     _, exact = CpuDecoder(default_registry()).decode(still)
     assert (exact.view(np.uint32) == still.decode().view(np.uint32)).all()
