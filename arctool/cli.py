@@ -345,8 +345,7 @@ def bench_model(
     from arctool.terminal.throughput import throughput as shown
 
     plan = throughput.Plan(parse_numbers(batches, "--batches"), prompt_tokens, new_tokens, rounds)
-    options = EngineOptions(max_model_len=prompt_tokens + new_tokens, max_seqs=max(plan.batches))
-    llm = sources.open_model(path, options)
+    llm = sources.open_model(path, EngineOptions(max_model_len=prompt_tokens + new_tokens, max_seqs=max(plan.batches)))
     with progress.count_progress(_errors(), quiet, "measuring") as show:
         found = throughput.measure(llm, path, plan, show)
     if as_json:

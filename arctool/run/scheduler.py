@@ -3,7 +3,7 @@
 The rules. Lower rank first: (priority number, arrival, sample). Every sequence that decodes gets its token before a prompt gets
 any; prompts get what is left of the step's budget, and at least every `prefill_floor`-th step half of it, if there are so many
 decodes that nothing is left. Whoever has to step aside for that comes first in the next step. A sequence is admitted when all
-its tokens, and one more block for each who runs, fit into the blocks that nobody owns; what it will generate is not reserved.
+its tokens, and one more block for each who runs and may need it, fit into what nobody owns; what it will generate is not reserved.
 So the pool can run out: then the last by rank loses its blocks, waits again at its place and recomputes. The first by rank never
 does, so every request ends. Who waits and does not fit may be overtaken by a few that do, `max_overtakes` times in all.
 """
@@ -63,8 +63,8 @@ class View:
     """All that planning may know of a sequence.
 
     `length` tokens are known, `computed` of them are in the cache (waiting: would be, by a prefix hit). `decoding`: it has been
-    generating and only its newest token is to be computed. `missing`: available blocks that it takes to compute all. `last_step`:
-    when it last advanced. `overtaken`: how often it was passed over.
+    generating and only its newest token is to be computed. `missing`: available blocks that it takes to compute all. `grows`: whether
+    it may come to need more than those. `last_step`: when it last advanced. `overtaken`: how often it was passed over.
     """
 
     id: int
@@ -72,6 +72,7 @@ class View:
     computed: int = 0
     decoding: bool = False
     missing: int = 0
+    grows: bool = True
     last_step: int = -1
     overtaken: int = 0
 
@@ -122,7 +123,7 @@ def plan(running: Ordered[View], waiting: Iterable[View], available: int, limits
             prompts.append(_next_work(view, left))
             left -= prompts[-1].tokens
     admitted: list[int] = []
-    for view in _admissible(waiting, len(running), available - need, limits):
+    for view in _admissible(waiting, running, available - need, limits):
         if not left:
             break
         prompts.append(_next_work(view, left))
@@ -134,15 +135,17 @@ def plan(running: Ordered[View], waiting: Iterable[View], available: int, limits
     return StepPlan((*prompts, *(_next_work(view, 1) for view in served)), tuple(admitted), None, 0 if rested else passes + 1)
 
 
-def _admissible(waiting: Iterable[View], running: int, available: int, limits: Limits) -> Iterable[View]:
-    """Who of `waiting` may start beside `running` others, in order, if each takes its blocks."""
+def _admissible(waiting: Iterable[View], running: Ordered[View], available: int, limits: Limits) -> Iterable[View]:
+    """Who of `waiting` may start beside the `running` ones, in order, if each takes its blocks."""
+    count, growing = len(running), sum(view.grows for view in running)
     passed, may_overtake = 0, limits.max_overtakes
     for view in waiting:
-        if running == limits.max_seqs or (passed and may_overtake < 1) or passed > limits.max_overtakes:
+        if count == limits.max_seqs or (passed and may_overtake < 1) or passed > limits.max_overtakes:
             return
-        if view.missing + running <= available:
+        if view.missing + growing <= available:
             yield view
-            running, available, may_overtake = running + 1, available - view.missing, may_overtake - bool(passed)
+            count, growing, available = count + 1, growing + view.grows, available - view.missing
+            may_overtake -= bool(passed)
         else:
             passed, may_overtake = passed + 1, min(may_overtake, limits.max_overtakes - view.overtaken)
 
@@ -304,12 +307,15 @@ class Scheduler:
     def _view(self, s: Sequence) -> View:
         decoding = bool(s.output_ids) and s.computed == s.length - 1
         missing = self.paging.missing(s.table, s.computed, s.length)
-        return View(s.id, s.length, s.computed, decoding, missing, s.last_step)
+        return View(s.id, s.length, s.computed, decoding, missing, self._grows(s), s.last_step)
 
     def _view_of_waiting(self, s: Sequence) -> View:
         hit = self.paging.match(s.table, s.length, s.tokens)
         taken = blocks_for(s.length, self.limits.block_size) - sum(not self.paging.pool.is_idle(block) for block in hit)
-        return View(s.id, s.length, len(hit) * self.limits.block_size, False, taken, s.last_step, s.overtaken)
+        return View(s.id, s.length, len(hit) * self.limits.block_size, False, taken, self._grows(s), s.last_step, s.overtaken)
+
+    def _grows(self, s: Sequence) -> bool:
+        return blocks_for(s.longest, self.limits.block_size) > blocks_for(s.length, self.limits.block_size)
 
 
 def _rank(sequence: Sequence) -> tuple[int, int, int]:

@@ -16,7 +16,7 @@ LIMITS = Limits(max_seqs=4, block_size=4, num_blocks=16, max_model_len=64, max_s
 
 
 def decode(id: int, length: int = 9, missing: int = 0, last_step: int = 0) -> View:
-    return View(id, length, length - 1, True, missing, last_step)
+    return View(id, length, length - 1, True, missing, last_step=last_step)
 
 
 def prompt(id: int, length: int, computed: int = 0) -> View:
@@ -58,6 +58,31 @@ def test_a_waiting_prompt_is_admitted_if_all_its_tokens_fit_with_a_block_for_eac
     assert plan(running, [waits(2, 30)], 11, LIMITS).admitted == (2,)  # 8 of its own, 1 that is due, 2 to go on with
     assert plan(running, [waits(2, 30)], 10, LIMITS).admitted == ()
     assert plan([], [waits(2, 64)], 16, LIMITS).admitted == (2,)
+
+
+def test_no_block_is_held_back_for_those_who_need_no_more() -> None:
+    running = [replace(decode(0), grows=False), decode(1)]
+    assert plan(running, [waits(2, 4)], 2, LIMITS).admitted == (2,)
+    assert plan(running, [waits(2, 4)], 1, LIMITS).admitted == ()
+    assert plan([], [replace(waits(2, 4), grows=False), waits(3, 4)], 2, LIMITS).admitted == (2, 3)
+
+
+def test_a_cache_of_as_many_contexts_as_sequences_never_makes_anyone_wait() -> None:
+    scheduler = Scheduler(replace(LIMITS, max_model_len=16))
+    for id in range(4):
+        scheduler.add(sequence(id, 4, 12))
+    advance(scheduler)
+    assert len(scheduler.running) == 4
+    for _ in range(11):
+        assert len(advance(scheduler)) == 4
+    assert scheduler.telemetry().total.preempted == 0
+    late = Scheduler(replace(LIMITS, max_model_len=16))
+    for id in range(3):
+        late.add(sequence(id, 4, 12))
+    for _ in range(10):
+        advance(late)
+    late.add(sequence(3, 12, 4))
+    assert len(advance(late)) == 4
 
 
 def test_those_admitted_together_all_fit() -> None:
