@@ -105,7 +105,7 @@ class Grammars:
         self._lock = threading.Lock()
 
     def open(self, constraint: Constraint) -> GrammarState:
-        """A fresh walk; any thread may ask. Raises RequestError, by the kind's name, for a source that cannot be compiled at a fair cost."""
+        """A fresh walk; any thread may ask. Raises RequestError, by the kind's name, for a source that cannot be compiled at fair cost."""
         if self._tokenizer is None:
             raise RequestError(f"{constraint.kind}: a constraint needs a tokenizer, and this model came without one")
         with self._lock:
