@@ -20,7 +20,7 @@ import numba
 
 from arctool.errors import ArctoolError, RequestError
 from arctool.run.engine import Engine
-from arctool.run.requests import Completion, Update
+from arctool.run.requests import Checked, Completion, Update
 from arctool.run.sampling.params import SamplingParams
 from arctool.run.telemetry import Telemetry
 
@@ -128,18 +128,17 @@ class AsyncEngine:
         Raises RequestError, by field, for one that cannot be served, or whose `request_id` is in use; EngineBusy; EngineStopped.
         """
         params = SamplingParams() if params is None else params
-        self._check_open()
-        ids = await asyncio.to_thread(self.llm.encode, prompt) if isinstance(prompt, str) else self.llm.encode(prompt)
+        self._check_admission()
+        request = await asyncio.to_thread(lambda: self._engine.check(self.llm.encode(prompt), params))
         with self._wake:
-            self._check_open()
-            self._check_queue()
+            self._check_admission()
             self._count += 1
             name = f"request-{self._count}" if request_id is None else request_id
             if name in self._names:
                 raise RequestError(f"request_id: {name!r:.60} is in use by a request that has not ended")
             stream = self._names[name] = Stream(self, name, params.n, params.n, asyncio.get_running_loop())
             self._submitted += 1
-            self._command(lambda: self._add(stream, ids, params))
+            self._command(lambda: self._add(stream, request))
         try:
             await stream.accepted.wait()
         except BaseException:
@@ -188,13 +187,11 @@ class AsyncEngine:
             self._wake.notify_all()
         await asyncio.to_thread(self._thread.join)
 
-    def _check_open(self) -> None:
+    def _check_admission(self) -> None:
         if self._fault is not None:
             raise EngineStopped(f"the engine has failed: {type(self._fault).__name__}: {self._fault}; restart it")
         if not self._accepting:
             raise EngineStopped("the engine is shutting down and takes no more requests")
-
-    def _check_queue(self) -> None:
         waiting = self._submitted + self._engine.telemetry().waiting
         if self._max_queued is not None and waiting >= self._max_queued:
             raise EngineBusy(f"{waiting} requests are waiting, and no more than {self._max_queued} may; try again later")
@@ -240,14 +237,14 @@ class AsyncEngine:
             self._commands.popleft()()
         return True
 
-    def _add(self, stream: Stream, ids: list[int], params: SamplingParams) -> None:
+    def _add(self, stream: Stream, request: Checked) -> None:
         with self._wake:
             self._submitted -= 1
         if stream.samples:  # else its task has gone already
             try:
-                stream.request_id = self._engine.add_request(ids, params)
+                stream.request_id = self._engine.add(request)
                 self._streams[stream.request_id] = stream
-            except Exception as error:  # a RequestError, or a fault that is this request's alone: the task gets it, the engine lives
+            except Exception as error:  # a fault of ours that is this request's alone: its task gets it, the engine lives
                 stream.refusal = error
         if stream.request_id is None:
             self._names.pop(stream.name, None)

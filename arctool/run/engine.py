@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from arctool.errors import RequestError
 from arctool.run.kv.paging import Paging
-from arctool.run.requests import Completion, Sample, Timing, Update, new_sample
+from arctool.run.requests import Checked, Completion, Sample, Timing, Update, new_sample
 from arctool.run.runner import ModelRunner
 from arctool.run.sampling.checks import as_token_id
 from arctool.run.sampling.grammar import Grammars
@@ -84,29 +84,40 @@ class Engine:
 
     def add_request(self, prompt_ids: Ordered[int], params: SamplingParams) -> int:
         """Queue a request; returns its id. Raises RequestError, by field, for one that cannot be served."""
+        return self.add(self.check(prompt_ids, params))
+
+    def check(self, prompt_ids: Ordered[int], params: SamplingParams) -> Checked:
+        """All that can be said of a request before it is queued. Any thread may ask: compiling a constraint takes a while.
+
+        Raises RequestError, by field, for one that cannot be served.
+        """
         prompt = self._checked_prompt(prompt_ids)
         room = self.max_model_len - len(prompt)
         max_tokens = room if params.max_tokens is None else params.max_tokens
         self.scheduler.check_fits(len(prompt), max_tokens)
         check_for_model(params, choices=self._choices, room=room, has_text=self.tokenizer is not None)
-        seed, now = secrets.randbits(64) if params.seed is None else params.seed, self._clock()
-        samples = []
-        for index in range(params.n):
+        states = tuple(open_state(params, prompt, self._grammars) for _ in range(params.n))
+        return Checked(prompt, params, max_tokens, secrets.randbits(64) if params.seed is None else params.seed, states)
+
+    def add(self, request: Checked) -> int:
+        """Queue a request that `check` has accepted; returns its id. Add it once: its samples' states move with it."""
+        now, samples = self._clock(), []
+        for index, state in enumerate(request.states):
             sequence = Sequence(
                 id=self._next_sequence + index,
-                prompt_ids=prompt,
-                params=params,
-                max_tokens=max_tokens,
-                seed=child_seed(seed, index),
-                table=self.scheduler.paging.table(params.cache_salt),
+                prompt_ids=request.prompt_ids,
+                params=request.params,
+                max_tokens=request.max_tokens,
+                seed=child_seed(request.seed, index),
+                table=self.scheduler.paging.table(request.params.cache_salt),
                 index=index,
-                state=open_state(params, prompt, self._grammars),
+                state=state,
             )
             samples.append(new_sample(self._next_request, sequence, self.tokenizer, now))
         self.scheduler.add(samples[0].sequence)  # the others start where its prompt ends
         self._requests[self._next_request] = samples
         self._samples.update((s.sequence.id, s) for s in samples)
-        self._next_sequence += params.n
+        self._next_sequence += len(samples)
         self._next_request += 1
         return self._next_request - 1
 

@@ -6,7 +6,9 @@ from collections.abc import Callable, Set
 from dataclasses import dataclass, field
 
 from arctool.run.detokenizer import StopStrings, StreamDecoder
+from arctool.run.sampling.params import SamplingParams
 from arctool.run.sampling.sampler import Sampled, TokenLogprobs
+from arctool.run.sampling.state import RowState
 from arctool.run.sequence import FinishReason, Sequence
 from arctool.run.tokenizer import Tokenizer
 
@@ -47,6 +49,17 @@ class Update:
     text: str
     completion: Completion | None = None
     index: int = 0
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A request that can be served: nothing in it is left open. `states`: what the sampler will remember, of each sample."""
+
+    prompt_ids: tuple[int, ...]
+    params: SamplingParams
+    max_tokens: int
+    seed: int
+    states: tuple[RowState, ...]
 
 
 @dataclass

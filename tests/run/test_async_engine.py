@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -14,7 +15,9 @@ from tiny_models import DirectorySource, random_ids
 from arctool.errors import RequestError
 from arctool.run.async_engine import AsyncEngine, EngineBusy, EngineStopped
 from arctool.run.llm import LLM, EngineOptions
-from arctool.run.requests import Update
+from arctool.run.requests import Checked, Update
+from arctool.run.sampling.constraint import Constraint
+from arctool.run.sampling.grammar import GrammarState
 from arctool.run.sampling.params import SamplingParams
 from arctool.run.sequence import FinishReason
 
@@ -184,15 +187,36 @@ def test_a_refusal_reaches_its_task_before_anything_runs(llm: LLM) -> None:
     run(llm, body)
 
 
+def test_a_constraint_is_compiled_beside_the_engine_s_thread(llm: LLM) -> None:
+    open_, threads = llm.engine._grammars.open, []
+
+    def watched(constraint: Constraint) -> GrammarState:
+        threads.append(threading.current_thread().name)
+        return open_(constraint)
+
+    llm.engine._grammars.open = watched  # type: ignore[method-assign]
+    asked = SamplingParams(temperature=1, seed=1, n=2, max_tokens=30, constraint=Constraint("regex", "[a-z]{3,6}!"))
+
+    async def body(engine: AsyncEngine) -> None:
+        both = await asyncio.gather(*(engine.complete([5], asked) for _ in range(3)))
+        assert all(re.fullmatch("[a-z]{3,6}!", c.text) for done in both for c in done)
+        with pytest.raises(RequestError, match=r"^regex: "):
+            await engine.submit([5], SamplingParams(constraint=Constraint("regex", "[a")))
+
+    run(llm, body)
+    assert len(threads) == 7
+    assert "arctool-engine" not in threads
+
+
 def test_a_request_that_breaks_at_the_door_breaks_alone(llm: LLM) -> None:
-    add = llm.engine.add_request
+    add = llm.engine.add
 
-    def broken(prompt: list[int], params: SamplingParams) -> int:
-        if prompt == [13]:
+    def broken(request: Checked) -> int:
+        if request.prompt_ids == (13,):
             raise ZeroDivisionError("a fault of ours")
-        return add(prompt, params)
+        return add(request)
 
-    llm.engine.add_request = broken  # type: ignore[method-assign, assignment]
+    llm.engine.add = broken  # type: ignore[method-assign]
 
     async def body(engine: AsyncEngine) -> None:
         with pytest.raises(ZeroDivisionError):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -101,16 +102,21 @@ class Grammars:
         self._ends = () if tokenizer is None else tuple(sorted(token for token in set(end_tokens) if token < tokenizer.size))
         self._tokens: Any = None
         self._kept: OrderedDict[Constraint, Any] = OrderedDict()
+        self._lock = threading.Lock()
 
     def open(self, constraint: Constraint) -> GrammarState:
-        """A fresh walk. Raises RequestError, by the kind's name, for a source that cannot be compiled or is too costly to."""
+        """A fresh walk; any thread may ask. Raises RequestError, by the kind's name, for a source that cannot be compiled at fair cost."""
         if self._tokenizer is None:
             raise RequestError(f"{constraint.kind}: a constraint needs a tokenizer, and this model came without one")
-        matcher = self._kept.pop(constraint, None) or self._compiled(constraint)
-        self._kept[constraint] = matcher
-        if len(self._kept) > KEPT:
-            self._kept.popitem(last=False)
-        return GrammarState(matcher.deep_copy(), np.array(self._ends, np.int64))
+        with self._lock:
+            matcher = self._kept.pop(constraint, None)
+        if matcher is None:
+            matcher = self._compiled(constraint)  # which takes a while: others need not wait for it
+        with self._lock:
+            self._kept[constraint] = matcher
+            if len(self._kept) > KEPT:
+                self._kept.popitem(last=False)
+            return GrammarState(matcher.deep_copy(), np.array(self._ends, np.int64))
 
     def _compiled(self, constraint: Constraint) -> Any:
         assert self._tokenizer is not None
