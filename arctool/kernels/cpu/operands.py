@@ -26,7 +26,7 @@ def padded_width(features: int) -> int:
 
 @dataclass(frozen=True)
 class Rows:
-    """`operands`: i64 [linear.OPERANDS] whose fields of the call are zero. `kind`: how the rows are read. `kept`: the arrays behind them."""
+    """`operands`: i64 [linear.OPERANDS] whose fields of the call are zero. `kind`: how rows are read. `kept`: the arrays behind them."""
 
     operands: NDArray[np.int64]
     kind: linear.RowKind
