@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import _thread
 import io
-import json
 import os
 import sys
 import threading
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, NoReturn
 
 import typer
-from rich.console import Console
-from typer.core import TyperGroup
 
 import arctool
+from arctool.cli_bench import bench_app
 from arctool.errors import ArctoolError, InterruptedByUser, StorageError, UsageError, VerificationError
+from arctool.terminal.console import AsJson, Quiet, error_console, output_console, print_json
 
 # Rooms are imported by the subcommand that needs them: torch alone takes seconds, and `--help` must answer at once.
 
@@ -29,24 +28,6 @@ app = typer.Typer(
 )
 
 
-class ModelUnlessNamed(TyperGroup):
-    """`arctool bench PATH` is `arctool bench model PATH`, unless PATH is the name of another measurement."""
-
-    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        return super().resolve_command(ctx, args if args[0] in self.commands else ["model", *args])
-
-    def parse_args(self, ctx: Any, args: list[str]) -> Any:
-        # Options may come first; the group itself has none but --help.
-        named = args[:1] and (args[0] in self.commands or args[0] in ("-h", "--help"))
-        return super().parse_args(ctx, args if named or not args else ["model", *args])
-
-
-bench_app = typer.Typer(
-    cls=ModelUnlessNamed,
-    no_args_is_help=True,
-    rich_markup_mode=None,
-    help="Measure how fast a model answers on this machine: `arctool bench PATH`; or what a bake's searches cost: `arctool bench bake`.",
-)
 app.add_typer(bench_app, name="bench")
 RUNG_HELP = (
     "Format of the linear layers. Searched: qtip2, qtip2b, qtip2-v4 (2 bits), qtip2.25-v4, qtip3, qtip3b, qtip4, qtip4b. "
@@ -60,24 +41,6 @@ BPW_HELP = (
 
 Model = Annotated[str, typer.Argument(help="A Hugging Face directory, a .gguf file, or a hub id like org/name[@revision].")]
 Artifact = Annotated[Path, typer.Argument(readable=False, help="An artifact: its directory, or a .uqff file in it.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON on standard output.")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")]
-
-
-PIPE_COLUMNS = 200
-"""Width where standard output is no terminal: whoever reads a pipe wants names whole, one row a line."""
-
-
-def _output() -> Console:
-    return Console(width=None if sys.stdout.isatty() else PIPE_COLUMNS)
-
-
-def _errors() -> Console:
-    return Console(stderr=True)
-
-
-def _print_json(value: Any) -> None:
-    typer.echo(json.dumps(value, indent=2, default=str))
 
 
 @app.command()
@@ -117,7 +80,7 @@ def bake(
     from arctool.uqff.inspect import inspect as look
 
     target = output or sources.default_output(model, isq, bpw, recipe)
-    with progress.bake_progress(_errors(), quiet) as (show, say):
+    with progress.bake_progress(error_console(), quiet) as (show, say):
         result = bake_model(
             model,
             target,
@@ -140,11 +103,11 @@ def bake(
         typer.echo(f"note: {name} is in the source and belongs to no part of this model; it was left out", err=True)
     found = look(result.path)
     if as_json:
-        _print_json(tables.baked_json(result, found))
+        print_json(tables.baked_json(result, found))
     else:
         typer.echo(tables.baked(result, found))
         if result.report.bake is not None and result.report.bake.budget is not None:
-            _output().print(budget.spent(parse_account(result.report.bake.budget, str(result.path))))
+            output_console().print(budget.spent(parse_account(result.report.bake.budget, str(result.path))))
 
 
 @app.command()
@@ -165,12 +128,12 @@ def verify(
     from arctool.artifacts import verify as prove
     from arctool.terminal import progress, tables
 
-    with progress.verify_progress(_errors(), quiet) as show:
+    with progress.verify_progress(error_console(), quiet) as show:
         report = prove(path, source, show, fast=fast, jobs=jobs)
     if as_json:
-        _print_json(report.to_json())
+        print_json(report.to_json())
     else:
-        _output().print(tables.verification(report))
+        output_console().print(tables.verification(report))
     if not report.passed:
         raise typer.Exit(VerificationError.exit_code)
 
@@ -194,12 +157,12 @@ def evaluate(
     from arctool.api import evaluate as measure
     from arctool.terminal import evaluation, progress
 
-    with progress.eval_progress(_errors(), quiet) as show:
+    with progress.eval_progress(error_console(), quiet) as show:
         found = measure(paths, against, text=text, window=window, tokens=tokens, layers=layers, picture=plot, progress=show)
     if as_json:
-        _print_json(found.to_json())
+        print_json(found.to_json())
     else:
-        _output().print(evaluation.quality(found))
+        output_console().print(evaluation.quality(found))
     if found.failure is not None:
         raise typer.Exit(found.failure.exit_code)
 
@@ -224,16 +187,16 @@ def inspect(
     from arctool import artifacts
     from arctool.terminal import inspection, progress, tables
 
-    console = _output()
+    console = output_console()
     if tensor is None:
         found = artifacts.inspect(path, picture=plot)
         shown, value = tables.contents(found, console), found.to_json()
     else:
-        with progress.count_progress(_errors(), quiet, "reading twice") as show:
+        with progress.count_progress(error_console(), quiet, "reading twice") as show:
             detail = artifacts.inspect_tensor(path, tensor, picture=plot, progress=show)
         shown, value = inspection.tensor(detail), detail.to_json()
     if as_json:
-        _print_json(value)
+        print_json(value)
     else:
         console.print(shown)
 
@@ -255,12 +218,12 @@ def diff(
     from arctool.artifacts import diff as compare
     from arctool.terminal import inspection, progress
 
-    with progress.count_progress(_errors(), quiet, "comparing") as show:
+    with progress.count_progress(error_console(), quiet, "comparing") as show:
         found = compare(a, b, layers=layers, progress=show)
     if as_json:
-        _print_json(found.to_json())
+        print_json(found.to_json())
     else:
-        _output().print(inspection.difference(found, layers))
+        output_console().print(inspection.difference(found, layers))
     if not found.same:
         raise typer.Exit(1)
 
@@ -312,83 +275,17 @@ def run(
         raise UsageError("--json and --raw need a --prompt")
     llm = sources.open_model(path, EngineOptions(max_model_len=max_model_len, kv_memory=kv_memory))
     if prompt is None:
-        chat.loop(llm, _output(), params, system)
+        chat.loop(llm, output_console(), params, system)
         return
     text = chat.piped_prompt() if prompt == "-" else prompt
     completion = chat.show(chat.answer(llm, text, system, params, raw), (lambda _: None) if as_json else _write)
     if completion is None:
         raise typer.Exit(InterruptedByUser.exit_code)
     if as_json:
-        _print_json(chat.as_json(completion))
+        print_json(chat.as_json(completion))
     else:
         typer.echo()
         typer.echo(chat.speed(completion), err=True)
-
-
-@bench_app.command("model")
-def bench_model(
-    path: Annotated[str, typer.Argument(help="An artifact, or a checkpoint (directory, .gguf, hub id) to run unquantised.")],
-    batches: Annotated[str, typer.Option(help="How many sequences at once, with commas between them.")] = "1,2,4,8,16,32,64",
-    prompt_tokens: Annotated[int, typer.Option(help="Tokens of each prompt.")] = 128,
-    new_tokens: Annotated[int, typer.Option(help="Tokens that each sequence generates.")] = 32,
-    rounds: Annotated[int, typer.Option(help="Rounds over all sizes; the table has medians.")] = 3,
-    as_json: AsJson = False,
-    quiet: Quiet = False,
-) -> None:
-    """Tokens a second of a model on this machine, reading prompts and generating, for 1 to 64 sequences at once.
-
-    Exit code 1 if a row is no measurement. Example: arctool bench SmolLM2-135M-Instruct-qtip4
-    """
-    from arctool.bench import throughput
-    from arctool.run.llm import EngineOptions
-    from arctool.terminal import progress, sources
-    from arctool.terminal.throughput import throughput as shown
-
-    plan = throughput.Plan(parse_numbers(batches, "--batches"), prompt_tokens, new_tokens, rounds)
-    llm = sources.open_model(path, EngineOptions(max_model_len=prompt_tokens + new_tokens, max_seqs=max(plan.batches)))
-    with progress.count_progress(_errors(), quiet, "measuring") as show:
-        found = throughput.measure(llm, path, plan, show)
-    if as_json:
-        _print_json(found.to_json())
-    else:
-        _output().print(shown(found))
-    if found.failed:
-        raise typer.Exit(1)
-
-
-def parse_numbers(text: str, option: str) -> tuple[int, ...]:
-    """Whole numbers with commas between them. Raises UsageError by option."""
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError as error:
-        raise UsageError(f"{option}: expected whole numbers with commas between them, found {text!r:.60}") from error
-
-
-@bench_app.command("bake")
-def bench_bake(
-    rungs: Annotated[str | None, typer.Option(help="Rungs to measure, with commas between them [default: all].")] = None,
-    rows: Annotated[int, typer.Option(help="Gaussian rows of 1024 weights to search.")] = 32,
-    curve: Annotated[bool, typer.Option("--curve", help="How long a decision should wait: time and error by delay.")] = False,
-    as_json: AsJson = False,
-    quiet: Quiet = False,
-) -> None:
-    """Speed of a bake's searches on this machine, one thread, and the error of deciding before the end of a row.
-
-    Example: arctool bench bake --rungs qtip2,qtip2-v4
-    """
-    from arctool.bench import search
-    from arctool.terminal import progress, speeds
-
-    names = () if rungs is None else search.parse_rungs(rungs)
-    with progress.count_progress(_errors(), quiet, "searching") as show:
-        if curve:
-            found = search.measure_windows(names or search.CURVE_RUNGS, rows, progress=show)
-        else:
-            found = search.measure_speeds(names, rows, progress=show)
-    if as_json:
-        _print_json(found.to_json())
-    else:
-        _output().print(speeds.speeds(found))
 
 
 @app.command()
@@ -398,9 +295,9 @@ def doctor(as_json: AsJson = False) -> None:
 
     found = diagnose()
     if as_json:
-        _print_json(found.to_json())
+        print_json(found.to_json())
     else:
-        _output().print(diagnosis(found))
+        output_console().print(diagnosis(found))
     if not found.healthy:
         raise typer.Exit(1)
 

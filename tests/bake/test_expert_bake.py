@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from arctool.run.sampling_params import SamplingParams
 from safetensors.numpy import load_file, save_file
 
+from arctool import SamplingParams
 from arctool.artifacts import verify
 from arctool.bake.budget.need import Need
 from arctool.bake.calibration.hessian import damping

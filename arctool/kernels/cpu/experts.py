@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any
 
 import numpy as np
 
@@ -147,12 +146,12 @@ GROUPED_OPERANDS = 5
 
 
 @cache
-def grouped_product(expand_row: Any) -> Callable[[], int]:
+def grouped_product(kind: linear.RowKind) -> Callable[[], int]:
     """The kernel of y = x Wᵀ over the groups of a layer's experts; a task is G_TASK rows of one expert and all tokens of its group.
 
     G_TABLE: i64 [experts], the address of each expert's operands (`linear`), 0 for one whose rows another kernel expands.
     """
-    multiply_task = linear.row_task(expand_row)
+    multiply_task = linear.row_task(kind)
 
     @entry
     def multiply_groups(operands, step, counter, scratch):  # type: ignore[no-untyped-def]  # numba infers the types

@@ -52,8 +52,8 @@ def dot_oracle(w: NDArray[np.float32], x: NDArray[np.float32]) -> NDArray[np.flo
 
 def fma(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
     """a·b + c lane by lane, with one rounding."""
-    kind = ir.FunctionType(VECTOR, [VECTOR] * 3)
-    function = cgutils.get_or_insert_function(builder.module, kind, f"llvm.fma.v{LANES}f32")
+    kind = ir.FunctionType(a.type, [a.type] * 3)
+    function = cgutils.get_or_insert_function(builder.module, kind, f"llvm.fma.v{a.type.count}f32")
     return builder.call(function, [a, b, c])
 
 

@@ -7,6 +7,7 @@ depend on how many others there are, where in the batch it stands, or how the ro
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -15,8 +16,8 @@ import numpy as np
 from arctool.kernels.cpu.jit import entry, jit
 from arctool.kernels.cpu.memory import f32_at, i64_at, take, u8_at, u16_at
 from arctool.kernels.cpu.rotation import restore
-from arctool.kernels.cpu.streams_ir import expander
-from arctool.kernels.cpu.tile_ir import host_tile, tile
+from arctool.kernels.cpu.streams_ir import DIRECT_V, direct_dot, expander
+from arctool.kernels.cpu.tile_ir import direct_rows, host_tile, tile
 from arctool.quant.trellis import Geometry
 
 PANEL_BYTES = 256 << 10
@@ -37,10 +38,28 @@ X, X_PITCH, Y, Y_PITCH, COUNT = range(20, 25)
 OPERANDS = 25
 
 
+@dataclass(frozen=True)
+class RowKind:
+    """How the rows of a family are read, as jitted functions.
+
+    `expand(operands, row, out)`: the unscaled values of one row, zeros up to its padded width. `dot(operands, x, y, first, last)`: products
+    with a single token straight from the stored rows, from `first` on; returns the first row that it leaves to expansion.
+    """
+
+    expand: Any
+    dot: Any
+
+
+@jit()
+def _no_rows(o, x, y, first, last):  # type: ignore[no-untyped-def]  # numba infers the types
+    return first
+
+
 @cache
-def trellis_rows(geometry: Geometry, computed: bool) -> Any:
-    """expand(operands, row, out): unscaled codebook values of one row, zeros up to its padded width."""
-    expand = expander(geometry, computed).expand
+def trellis_rows(geometry: Geometry, computed: bool) -> RowKind:
+    """Rows of a trellis."""
+    unit = expander(geometry, computed)
+    expand = unit.expand
 
     @jit()
     def expand_row(o, row, out):  # type: ignore[no-untyped-def]  # numba infers the types
@@ -50,23 +69,39 @@ def trellis_rows(geometry: Geometry, computed: bool) -> Any:
         for j in range(o[INPUTS], o[WIDTH]):
             line[j] = 0.0
 
-    return expand_row
+    return RowKind(expand_row, _no_rows if computed or geometry.v != DIRECT_V else _direct_rows(geometry, unit.weights))
+
+
+def _direct_rows(geometry: Geometry, period: int) -> Any:
+    dot, rows = direct_dot(geometry, direct_rows()), direct_rows()
+
+    @jit()
+    def dot_rows(o, x, y, first, last):  # type: ignore[no-untyped-def]  # numba infers the types
+        row = first
+        if o[PERIODS] * period == o[INPUTS]:
+            while row + rows <= min(last, o[TAIL_FIRST]):
+                source = o[DATA] + row * o[ROW_BYTES]
+                dot(source, o[ROW_BYTES], o[TABLE], o[PERIODS], x, o[SCALES] + 4 * row, y + 4 * row)
+                row += rows
+        return row
+
+    return dot_rows
 
 
 @cache
-def block_rows(expand: Any) -> Any:
-    """The same over rows of GGML blocks; `expand(row u8, blocks, out f32)` is the type's own."""
+def block_rows(expand: Any) -> RowKind:
+    """Rows of GGML blocks; `expand(row u8, blocks, out f32)` is the type's own."""
 
     @jit()
     def expand_row(o, row, out):  # type: ignore[no-untyped-def]  # numba infers the types
         expand(u8_at(o[DATA] + row * o[ROW_BYTES], o[ROW_BYTES]), o[PERIODS], f32_at(out, o[WIDTH]))
 
-    return expand_row
+    return RowKind(expand_row, _no_rows)
 
 
 @cache
-def scaled_rows(decode: Any, bytes_beside: bool) -> Any:
-    """The same over rows of codes with factors beside them, f32 or (`bytes_beside`) u8; `decode` is the kind's own."""
+def scaled_rows(decode: Any, bytes_beside: bool) -> RowKind:
+    """Rows of codes with factors beside them, f32 or (`bytes_beside`) u8; `decode` is the kind's own."""
 
     @jit()
     def expand_row(o, row, out):  # type: ignore[no-untyped-def]  # numba infers the types
@@ -79,12 +114,11 @@ def scaled_rows(decode: Any, bytes_beside: bool) -> Any:
         for j in range(o[INPUTS], o[WIDTH]):
             line[j] = 0.0
 
-    return expand_row
+    return RowKind(expand_row, _no_rows)
 
 
 @jit()
-def bf16_row(o, row, out):  # type: ignore[no-untyped-def]  # numba infers the types
-    """The same over bf16 rows."""
+def _bf16_row(o, row, out):  # type: ignore[no-untyped-def]  # numba infers the types
     bits, line = u16_at(o[DATA] + row * o[ROW_BYTES], o[INPUTS]), f32_at(out, o[WIDTH])
     words = line.view(np.uint32)
     for j in range(o[INPUTS]):
@@ -94,12 +128,15 @@ def bf16_row(o, row, out):  # type: ignore[no-untyped-def]  # numba infers the t
 
 
 @jit()
-def f32_row(o, row, out):  # type: ignore[no-untyped-def]  # numba infers the types
-    """The same over f32 rows."""
+def _f32_row(o, row, out):  # type: ignore[no-untyped-def]  # numba infers the types
     stored, line = f32_at(o[DATA] + row * o[ROW_BYTES], o[INPUTS]), f32_at(out, o[WIDTH])
     line[: o[INPUTS]] = stored
     for j in range(o[INPUTS], o[WIDTH]):
         line[j] = 0.0
+
+
+BF16_ROWS = RowKind(_bf16_row, _no_rows)
+F32_ROWS = RowKind(_f32_row, _no_rows)
 
 
 @jit()
@@ -115,9 +152,10 @@ def finish(o, y, first, last):  # type: ignore[no-untyped-def]  # numba infers t
 
 
 @cache
-def row_task(expand_row: Any) -> Any:
+def row_task(kind: RowKind) -> Any:
     """multiply_task(o, x, y, first, last, count, scratch): rows [first, last) of a weight with `count` tokens from address x, to y."""
     tile_rows, tile_tokens = host_tile()
+    expand_row, dot_rows = kind.expand, kind.dot
     whole, few_tokens, few_rows, single = (tile(r, t) for r in (tile_rows, 1) for t in (tile_tokens, 1))
 
     @jit()
@@ -147,8 +185,9 @@ def row_task(expand_row: Any) -> Any:
 
     @jit()
     def multiply_task(o, x, y, first, last, count, scratch):  # type: ignore[no-untyped-def]  # numba infers the types
+        begin = dot_rows(o, x, y, first, last) if count == 1 else first
         panel = o[PANEL] if count > 1 else tile_rows
-        for start in range(first, last, panel):
+        for start in range(begin, last, panel):
             size = min(panel, last - start)
             for row in range(size):
                 expand_row(o, start + row, scratch + 4 * row * o[PITCH])
@@ -161,9 +200,9 @@ def row_task(expand_row: Any) -> Any:
 
 
 @cache
-def product(expand_row: Any) -> Callable[[], int]:
-    """The kernel of y = x Wᵀ + b over a weight whose rows `expand_row` expands; a task is `TASK` rows of W."""
-    multiply_task = row_task(expand_row)
+def product(kind: RowKind) -> Callable[[], int]:
+    """The kernel of y = x Wᵀ + b over a weight whose rows are of that kind; a task is `TASK` rows of W."""
+    multiply_task = row_task(kind)
 
     @entry
     def multiply_rows(operands, step, counter, scratch):  # type: ignore[no-untyped-def]  # numba infers the types
@@ -181,8 +220,9 @@ def product(expand_row: Any) -> Callable[[], int]:
 
 
 @cache
-def expansion(expand_row: Any) -> Callable[[], int]:
+def expansion(kind: RowKind) -> Callable[[], int]:
     """The kernel that writes the weights themselves, scale applied: Y f32 [rows, inputs], a task is `TASK` rows."""
+    expand_row = kind.expand
 
     @entry
     def expand_rows(operands, step, counter, scratch):  # type: ignore[no-untyped-def]  # numba infers the types
@@ -202,11 +242,12 @@ def expansion(expand_row: Any) -> Callable[[], int]:
 
 
 @cache
-def gathering(expand_row: Any) -> Callable[[], int]:
+def gathering(kind: RowKind) -> Callable[[], int]:
     """The kernel that looks up rows of a table: Y f32 [tokens, inputs] of the ids i64 at X; a task is a token.
 
     A rotated row is restored in the oracle's order: H and S of the inputs (BLOCK, BIAS: their signs), then the row's own sign (SIGNS).
     """
+    expand_row = kind.expand
 
     @entry
     def gather_rows(operands, step, counter, scratch):  # type: ignore[no-untyped-def]  # numba infers the types

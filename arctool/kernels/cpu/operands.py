@@ -26,10 +26,10 @@ def padded_width(features: int) -> int:
 
 @dataclass(frozen=True)
 class Rows:
-    """`operands`: i64 [linear.OPERANDS] whose fields of the call are zero. `kept`: the arrays that its addresses point into."""
+    """`operands`: i64 [linear.OPERANDS] whose fields of the call are zero. `kind`: how the rows are read. `kept`: the arrays behind them."""
 
     operands: NDArray[np.int64]
-    expand_row: Any
+    kind: linear.RowKind
     kept: tuple[NDArray[Any], ...]
 
     @property
@@ -50,12 +50,12 @@ def rows_of(prepared: Prepared) -> Rows:
     width = padded_width(inputs)
     fields[linear.ROWS], fields[linear.INPUTS], fields[linear.WIDTH], fields[linear.TAIL_FIRST] = rows, inputs, width, rows
     scales: NDArray[np.float32] = np.ones(rows, np.float32)
-    pitch, expand_row = width, None
+    pitch = width
     if isinstance(weight, TrellisTensor):
         packed = np.ascontiguousarray(weight.packed)
         computed = prepared.kind == "trellis-sum2"
         unit = expander(weight.geometry, computed)
-        expand_row, scales = linear.trellis_rows(weight.geometry, computed), np.require(weight.scales, np.float32, ("C", "A"))
+        kind, scales = linear.trellis_rows(weight.geometry, computed), np.require(weight.scales, np.float32, ("C", "A"))
         put(linear.DATA, packed)
         put(linear.TABLE, prepared.table)
         put(linear.TAIL, _tail(packed))
@@ -66,7 +66,7 @@ def rows_of(prepared: Prepared) -> Rows:
         data = np.ascontiguousarray(weight.data)
         put(linear.DATA, data)
         fields[linear.ROW_BYTES], fields[linear.PERIODS] = data.shape[1], inputs // weight.type.block
-        expand_row = linear.block_rows(EXPAND[weight.type.name])
+        kind = linear.block_rows(EXPAND[weight.type.name])
     elif isinstance(weight, ScaledTensor):
         codes, beside, offsets = (np.ascontiguousarray(part) for part in parts_of(weight))
         put(linear.DATA, codes)
@@ -75,12 +75,12 @@ def rows_of(prepared: Prepared) -> Rows:
         put(linear.TABLE, prepared.table)
         fields[linear.ROW_BYTES], fields[linear.PERIODS] = codes.shape[1], prepared.table.size
         fields[linear.SIDE_A_BYTES], fields[linear.SIDE_B_BYTES] = (beside[:1].nbytes, offsets[:1].nbytes)
-        expand_row = linear.scaled_rows(row_decoder_of(weight), isinstance(weight, Mxfp4Tensor))
+        kind = linear.scaled_rows(row_decoder_of(weight), isinstance(weight, Mxfp4Tensor))
     else:
         assert isinstance(weight, DenseTensor)
         put(linear.DATA, weight.data)
         fields[linear.ROW_BYTES] = weight.data.itemsize * inputs
-        expand_row = linear.bf16_row if prepared.kind == "dense-bf16" else linear.f32_row
+        kind = linear.BF16_ROWS if prepared.kind == "dense-bf16" else linear.F32_ROWS
     put(linear.SCALES, scales)
     fields[linear.PITCH] = pitch
     fields[linear.PANEL] = panel_rows(pitch)
@@ -89,7 +89,7 @@ def rows_of(prepared: Prepared) -> Rows:
     if rotation is not None:
         put(linear.SIGNS, rotation.signs_out)
     fields[linear.BLOCK], fields[linear.TASK] = block, max(linear.TASK_ROWS, block)
-    return Rows(fields, expand_row, tuple(kept))
+    return Rows(fields, kind, tuple(kept))
 
 
 def panel_rows(pitch: int) -> int:

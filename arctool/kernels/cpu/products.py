@@ -31,7 +31,7 @@ def multiply(x: Array, rows: Rows, rotation: PreparedRotation | None) -> Array:
         activations = np.zeros((tokens, width), np.float32)
         program.add(stages.add_and_norm, turned(contiguous, activations, rotation), scratch=4 * width)
     y = np.empty((tokens, int(rows.operands[linear.ROWS])), np.float32)
-    program.add(linear.product(rows.expand_row), placed(rows, activations, y), scratch=rows.scratch)
+    program.add(linear.product(rows.kind), placed(rows, activations, y), scratch=rows.scratch)
     program.seal()
     program.run()
     return y
@@ -58,7 +58,7 @@ def placed(rows: Rows, x: Array | NDArray[np.int64], y: Array) -> NDArray[np.int
 def decode_into(rows: Rows, dense: Array) -> None:
     """Write the weights f32 [out, in] of any kind into `dense`; rotated ones stay in the rotated basis."""
     program = Program(np.zeros(1, np.int64))
-    program.add(linear.expansion(rows.expand_row), placed(rows, dense, dense), scratch=rows.scratch)
+    program.add(linear.expansion(rows.kind), placed(rows, dense, dense), scratch=rows.scratch)
     program.seal()
     program.run()
 
@@ -68,7 +68,7 @@ def gather(prepared: Prepared, rows: Rows, ids: NDArray[np.int64]) -> Array:
     y = np.empty((len(ids), prepared.in_features), np.float32)
     wanted = np.ascontiguousarray(ids, np.int64)
     program = Program(np.array([len(ids)], np.int64))
-    program.add(linear.gathering(rows.expand_row), looked_up(prepared, rows, wanted, y), scratch=rows.scratch)
+    program.add(linear.gathering(rows.kind), looked_up(prepared, rows, wanted, y), scratch=rows.scratch)
     program.seal()
     program.run()
     return y

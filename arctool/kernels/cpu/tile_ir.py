@@ -27,6 +27,11 @@ def host_tile() -> tuple[int, int]:
     return tile_shape(bool(binding.get_host_cpu_features().get("avx512f")))
 
 
+def direct_rows() -> int:
+    """Rows that are dotted with a single token at once: as many as a tile has, whose quarters of sums fit the registers too."""
+    return host_tile()[0]
+
+
 @cache
 def tile(rows: int, tokens: int) -> Any:
     """An intrinsic: tile(w, w_pitch, x, x_pitch, width, scales, y, y_pitch), addresses and pitches in floats, all i64.

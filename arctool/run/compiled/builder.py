@@ -114,7 +114,7 @@ class Builder:
         """A product over `count`'s number of rows, from the reader's buffer into `out`."""
         operands = self.operands(reader, out)
         operands[linear.COUNT] = count
-        self.program.add(linear.product(reader.rows.expand_row), operands, scratch=reader.rows.scratch, meet=meet)
+        self.program.add(linear.product(reader.rows.kind), operands, scratch=reader.rows.scratch, meet=meet)
         self.program.counts[linear_name(reader.layer.weight.kind)] += 1
 
     def operands(self, reader: Reader, out: Array) -> NDArray[np.int64]:

@@ -31,7 +31,7 @@ def embed(b: Builder, x: Array) -> None:
     operands = looked_up(weight, rows, b.inputs.ids, x)
     operands[linear.COUNT] = TOKENS
     b.program.keep(rows, weight)
-    b.program.add(linear.gathering(rows.expand_row), operands, scratch=rows.scratch)
+    b.program.add(linear.gathering(rows.kind), operands, scratch=rows.scratch)
     b.program.counts[embedding_name(weight.kind)] += 1
 
 

@@ -110,8 +110,8 @@ def _product(b: Builder, readers: Sequence[Reader], out: Array, groups: NDArray[
     """The products of one matrix of every expert: one kernel for each way in which their rows are stored."""
     by_kind: dict[object, list[int]] = {}
     for e, reader in enumerate(readers):
-        by_kind.setdefault(reader.rows.expand_row, []).append(e)
-    for n, (expand_row, members) in enumerate(by_kind.items()):
+        by_kind.setdefault(reader.rows.kind, []).append(e)
+    for n, (kind, members) in enumerate(by_kind.items()):
         table = np.zeros(len(readers), np.int64)
         task = max(int(readers[e].rows.operands[linear.TASK]) for e in members)
         for e in members:
@@ -122,5 +122,5 @@ def _product(b: Builder, readers: Sequence[Reader], out: Array, groups: NDArray[
         call = np.zeros(experts.GROUPED_OPERANDS, np.int64)
         call[:] = (table.ctypes.data, groups.ctypes.data, GROUPS, readers[0].layer.weight.out_features, task)
         scratch = max(readers[e].rows.scratch for e in members)
-        b.program.add(experts.grouped_product(expand_row), call, scratch=scratch, meet=meet and n + 1 == len(by_kind))
+        b.program.add(experts.grouped_product(kind), call, scratch=scratch, meet=meet and n + 1 == len(by_kind))
         b.program.counts[linear_name(readers[members[0]].layer.weight.kind)] += 1
