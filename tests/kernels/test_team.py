@@ -52,6 +52,16 @@ def test_a_kernel_sees_all_that_the_one_before_it_wrote(threads: int) -> None:
         numba.set_num_threads(before)
 
 
+def test_a_kernel_is_left_out_where_its_number_of_the_step_is_zero() -> None:
+    for number, want in ((0, -1), (3, 1)):
+        program = Program(np.array([64, number], np.int64))
+        values = np.array([[0] * 64, [-1] * 64], np.int64)
+        program.add(stamp, np.array([values[0].ctypes.data, values[1].ctypes.data], np.int64), unless=1)
+        program.seal()
+        program.run()
+        assert (values[1] == want).all()
+
+
 def run_tile(rows: int, tokens: int, w: np.ndarray, x: np.ndarray, scales: np.ndarray) -> np.ndarray:
     product = tile(rows, tokens)
 

@@ -23,7 +23,8 @@ from transformers import (
 )
 
 from arctool.kernels.cpu import sampling as kernel
-from arctool.run.sampling import oracle
+from arctool.run.sampling import oracle, sampler
+from arctool.run.sampling.constraint import Constraint
 from arctool.run.sampling.history import History
 from arctool.run.sampling.noise import CHILD_STREAM, child_seed, philox, uniform
 from arctool.run.sampling.params import SamplingParams
@@ -348,3 +349,32 @@ def test_the_samples_of_one_request_have_seeds_of_their_own() -> None:
     assert len({s % 2**64 for s in seeds}) == 3 * 128  # −1 and 2⁶⁴ − 1 are one seed
     assert all(0 <= s < 2**64 for s in (child_seed(5, i) for i in range(1, 128)))
     assert {child_seed(9, i) for i in range(4)} < {child_seed(9, i) for i in range(8)}
+
+
+@pytest.mark.parametrize("change", [None, math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("at", [0, 500, VOCAB - 1, VOCAB])
+def test_a_few_plain_rows_get_what_the_pass_gives_them(change: float | None, at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ties, zeros of both signs, logits that are none, and columns that are no tokens: looked through or passed over, the same."""
+    logits = np.random.default_rng(at).integers(-5, 3, (2, VOCAB + 9)).astype(np.float32)
+    logits[0, :40] = -0.0
+    if change is not None:
+        logits[1, at] = change
+    greedy = SamplingParams(temperature=0)
+    rows = [SampleRow(greedy, 1, 9), SampleRow(dataclasses.replace(greedy, min_tokens=3), 1, 9, 3, ENDS)]
+    assert all(row.plain for row in rows)
+    quick = sample(logits, rows, VOCAB)
+    monkeypatch.setattr(sampler, "FEW", 0)
+    assert quick == sample(logits, rows, VOCAB)
+    assert (quick[1].token is None) == (change is not None and at < VOCAB)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"temperature": 0.5}, {"logprobs": 0}, {"logit_bias": {3: 1.0}}, {"repetition_penalty": 1.1}, {"presence_penalty": 0.1},
+        {"frequency_penalty": -0.1}, {"min_tokens": 5}, {"constraint": Constraint("regex", "a+")},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_row_with_anything_else_to_look_at_is_not_plain(params: dict[str, Any]) -> None:
+    assert not SampleRow(SamplingParams(**{"temperature": 0, **params}), 1, 9, 0, ENDS).plain

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from arctool.kernels.cpu.jit import entry, jit
-from arctool.kernels.cpu.memory import f32_at, i64_at, take, u8_at, u16_at
+from arctool.kernels.cpu.memory import f32_at, fetch, i64_at, take, u8_at, u16_at
 from arctool.kernels.cpu.rotation import restore
-from arctool.kernels.cpu.streams_ir import DIRECT_V, direct_dot, expander
+from arctool.kernels.cpu.streams_ir import QUARTER, direct_dot, expander
 from arctool.kernels.cpu.tile_ir import direct_rows, host_tile, tile
 from arctool.quant.trellis import Geometry
 
@@ -24,6 +24,10 @@ PANEL_BYTES = 256 << 10
 """Expanded rows that a lane holds at a time: they share the second-level cache with the tokens of a tile."""
 
 LONGEST_PANEL = 32
+FETCH_AHEAD = 4096
+"""Bytes of stored rows between what is asked for and what is computed, with a single token: weights stream by once, and a core that waited
+for each line would see a third of the memory's bandwidth."""
+
 TASK_ROWS = 32
 """Rows of a task at least; a task holds whole blocks of the output's rotation."""
 
@@ -69,7 +73,7 @@ def trellis_rows(geometry: Geometry, computed: bool) -> RowKind:
         for j in range(o[INPUTS], o[WIDTH]):
             line[j] = 0.0
 
-    return RowKind(expand_row, _no_rows if computed or geometry.v != DIRECT_V else _direct_rows(geometry, unit.weights))
+    return RowKind(expand_row, _no_rows if computed or geometry.v > QUARTER else _direct_rows(geometry, unit.weights))
 
 
 def _direct_rows(geometry: Geometry, period: int) -> Any:
@@ -81,6 +85,7 @@ def _direct_rows(geometry: Geometry, period: int) -> Any:
         if o[PERIODS] * period == o[INPUTS]:
             while row + rows <= min(last, o[TAIL_FIRST]):
                 source = o[DATA] + row * o[ROW_BYTES]
+                fetch(source + FETCH_AHEAD, rows * o[ROW_BYTES])
                 dot(source, o[ROW_BYTES], o[TABLE], o[PERIODS], x, o[SCALES] + 4 * row, y + 4 * row)
                 row += rows
         return row
@@ -185,10 +190,14 @@ def row_task(kind: RowKind) -> Any:
 
     @jit()
     def multiply_task(o, x, y, first, last, count, scratch):  # type: ignore[no-untyped-def]  # numba infers the types
+        if count == 1:
+            fetch(o[DATA] + first * o[ROW_BYTES], min(FETCH_AHEAD, (last - first) * o[ROW_BYTES]))
         begin = dot_rows(o, x, y, first, last) if count == 1 else first
         panel = o[PANEL] if count > 1 else tile_rows
         for start in range(begin, last, panel):
             size = min(panel, last - start)
+            if count == 1:
+                fetch(o[DATA] + start * o[ROW_BYTES] + FETCH_AHEAD, size * o[ROW_BYTES])
             for row in range(size):
                 expand_row(o, start + row, scratch + 4 * row * o[PITCH])
             multiply(o, x, y, start, size, count, scratch)

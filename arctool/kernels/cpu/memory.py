@@ -12,7 +12,7 @@ from numba import carray, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from arctool.kernels.cpu.ir import I32, I64, pointer
+from arctool.kernels.cpu.ir import I8, I32, I64, pointer
 from arctool.kernels.cpu.jit import jit
 
 
@@ -77,6 +77,31 @@ def current(typing_context: Any, counter: Any) -> Any:
         return builder.load_atomic(pointer(builder, arguments[0], I64), "acquire", 8)
 
     return signature, generate
+
+
+LINE = 64
+"""Bytes of a cache line."""
+
+
+@intrinsic
+def fetch_line(typing_context: Any, address: Any) -> Any:
+    """Begin to bring the cache line at an address near; nothing waits for it, and any address will do."""
+    signature = types.void(types.int64)
+
+    def generate(context: Any, builder: Any, sig: Any, arguments: Any) -> Any:
+        kind = ir.FunctionType(ir.VoidType(), [I8.as_pointer(), I32, I32, I32])
+        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+        builder.call(function, [pointer(builder, arguments[0], I8), I32(0), I32(3), I32(1)])
+        return context.get_dummy_value()
+
+    return signature, generate
+
+
+@jit()
+def fetch(address, size):  # type: ignore[no-untyped-def]  # numba infers the types
+    """Begin to bring `size` bytes near."""
+    for offset in range(0, size, LINE):
+        fetch_line(address + offset)
 
 
 @intrinsic

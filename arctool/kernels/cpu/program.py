@@ -24,7 +24,7 @@ class Program:
     def __init__(self, step: NDArray[np.int64]) -> None:
         self.step = step
         self.counts: Counter[str] = Counter()
-        self._rows: list[tuple[int, int, int]] = []
+        self._rows: list[tuple[int, int, int, int]] = []
         self._kept: list[Any] = []
         self._scratch_bytes = 0
         self._code = np.empty((0, team.COLUMNS), np.int64)
@@ -39,10 +39,11 @@ class Program:
         """Hold what operands point into for as long as the program lives."""
         self._kept.extend(arrays)
 
-    def add(self, kernel: Callable[[], int], operands: NDArray[np.int64], *, scratch: int = 0, meet: bool = True) -> None:
-        """Append a kernel. `scratch`: bytes of its own that a lane needs; `meet`: whether what follows needs all that it does."""
+    def add(self, kernel: Callable[[], int], operands: NDArray[np.int64], *, scratch: int = 0, meet: bool = True, unless: int = -1) -> None:
+        """Append a kernel. `scratch`: bytes of its own that a lane needs; `meet`: whether what follows needs all that it does; `unless`:
+        which number of the step leaves it nothing to do by being zero."""
         self._kept.append(operands)
-        self._rows.append((kernel(), operands.ctypes.data, int(meet)))
+        self._rows.append((kernel(), operands.ctypes.data, int(meet), unless))
         self._scratch_bytes = max(self._scratch_bytes, scratch)
 
     def seal(self) -> None:

@@ -75,8 +75,8 @@ def expander(geometry: Geometry, computed: bool) -> Expander:
     return Expander(expand, steps * geometry.v, size)
 
 
-DIRECT_V = 4
-"""Weights of a step that a vector load takes from the table and a multiply-add takes as it is."""
+QUARTER = 4
+"""Weights that a multiply-add takes at once on their way from the table to the sums."""
 
 
 @cache
@@ -84,11 +84,11 @@ def direct_dot(geometry: Geometry, rows: int) -> Any:
     """An intrinsic: dot(source, row_bytes, table, periods, x, scales, y): y[r] = scales[r] · Σ w[r, j] · x[j] for `rows` rows, one token.
 
     The weights go from the table into the sums without a stop in memory, in the order of `ir.dot_oracle` all the same. Geometries with
-    V = 4 and a table; rows that their periods fill exactly. Addresses, all i64.
+    V of at most 4 and a table; rows that their periods fill exactly. Addresses, all i64.
     """
     steps = period_steps(geometry)
-    size, groups = steps * geometry.k // 8, LANES // DIRECT_V
-    quarter = ir.VectorType(FLOAT, DIRECT_V)
+    size, groups = steps * geometry.k // 8, LANES // QUARTER
+    quarter = ir.VectorType(FLOAT, QUARTER)
 
     @intrinsic
     def dot(typing_context: Any, source: Any, row_bytes: Any, table: Any, periods: Any, x: Any, scales: Any, y: Any) -> Any:
@@ -98,28 +98,27 @@ def direct_dot(geometry: Geometry, rows: int) -> Any:
             source, row_bytes, table, periods, x, scales, y = arguments
             values, inputs = pointer(builder, table, FLOAT), pointer(builder, x, FLOAT)
             streams = [builder.gep(pointer(builder, source, I8), [builder.mul(row_bytes, I64(r))]) for r in range(rows)]
-            zero = ir.Constant(quarter, [0.0] * DIRECT_V)
+            zero = ir.Constant(quarter, [0.0] * QUARTER)
             sums = [[cgutils.alloca_once_value(builder, zero) for _ in range(groups)] for _ in range(rows)]
 
             def period(offset: ir.Value, start: ir.Value, first: bool) -> None:
                 words = [_Words(builder, builder.gep(stream, [offset]), geometry, first) for stream in streams]
-                for step in range(steps):
-                    place = builder.gep(inputs, [builder.add(start, I64(step * DIRECT_V))])
+                for group in range(steps * geometry.v // QUARTER):
+                    place = builder.gep(inputs, [builder.add(start, I64(group * QUARTER))])
                     factors = builder.load(builder.bitcast(place, quarter.as_pointer()), align=4)
                     for row in range(rows):
-                        total = sums[row][step % groups]
-                        word, bit = words[row].at(step)
-                        weights = _table_row(builder, geometry, word, bit, values, quarter)
+                        total = sums[row][group % groups]
+                        weights = _quarter(builder, geometry, words[row], group, values)
                         builder.store(fma(builder, weights, factors, builder.load(total)), total)
 
             period(I64(0), I64(0), True)
             with cgutils.for_range(builder, builder.sub(periods, I64(1))) as loop:
                 index = builder.add(loop.index, I64(1))
-                period(builder.mul(index, I64(size)), builder.mul(index, I64(steps * DIRECT_V)), False)
+                period(builder.mul(index, I64(size)), builder.mul(index, I64(steps * geometry.v)), False)
             factors, out = pointer(builder, scales, FLOAT), pointer(builder, y, FLOAT)
             for row in range(rows):
                 parts = [builder.load(total) for total in sums[row]]
-                halves = [shuffled(builder, parts[i], list(range(2 * DIRECT_V)), parts[i + 1]) for i in (0, 2)]
+                halves = [shuffled(builder, parts[i], list(range(2 * QUARTER)), parts[i + 1]) for i in (0, 2)]
                 total = fold(builder, shuffled(builder, halves[0], list(range(LANES)), halves[1]))
                 scale = builder.load(builder.gep(factors, [I64(row)]))
                 builder.store(builder.fmul(scale, total), builder.gep(out, [I64(row)]))
@@ -128,6 +127,19 @@ def direct_dot(geometry: Geometry, rows: int) -> Any:
         return signature, generate
 
     return dot
+
+
+def _quarter(builder: ir.IRBuilder, geometry: Geometry, words: _Words, group: int, values: ir.Value) -> ir.Value:
+    """The four weights of a group of a period, f32 [4], gathered from as many rows of the table as it takes."""
+    steps = QUARTER // geometry.v
+    rows = range(group * steps, (group + 1) * steps)
+    if geometry.v == 1:
+        weights: ir.Value = ir.Constant(ir.VectorType(FLOAT, QUARTER), ir.Undefined)
+        for lane, step in enumerate(rows):
+            weights = builder.insert_element(weights, _table_row(builder, geometry, *words.at(step), values, FLOAT), I32(lane))
+        return weights
+    found = [_table_row(builder, geometry, *words.at(step), values, ir.VectorType(FLOAT, geometry.v)) for step in rows]
+    return found[0] if len(found) == 1 else shuffled(builder, found[0], list(range(QUARTER)), found[1])
 
 
 def _table_row(builder: ir.IRBuilder, geometry: Geometry, word: ir.Value, bit: int, values: ir.Value, kind: ir.Type) -> ir.Value:

@@ -12,19 +12,22 @@ from numba import get_num_threads, prange
 from numpy.typing import NDArray
 
 from arctool.kernels.cpu.jit import jit
-from arctool.kernels.cpu.memory import call_entry, current, give_way, take
+from arctool.kernels.cpu.memory import call_entry, current, give_way, i64_at, take
 
 SPINS = 2000
 """Looks at a barrier before a lane offers its core to others, some microseconds: a busy neighbour must not cost a time slice a kernel."""
 
-ENTRY, OPERANDS, MEET, COLUMNS = 0, 1, 2, 3
-"""Columns of a program's code: a kernel's address, its operands' address, and whether the lanes meet behind it."""
+ENTRY, OPERANDS, MEET, UNLESS, COLUMNS = range(5)
+"""Columns of a program's code: a kernel's address, its operands' address, whether the lanes meet behind it, and the number of the step that
+says, by being zero, that there is nothing for it to do (−1: there always is)."""
 
 
 @jit()
 def _lane(code, step, counters, meeting, scratch, lanes):  # type: ignore[no-untyped-def]  # numba infers the types
     met = 0
     for i in range(code.shape[0]):
+        if code[i, UNLESS] >= 0 and i64_at(step, code[i, UNLESS] + 1)[code[i, UNLESS]] == 0:
+            continue
         call_entry(code[i, ENTRY], code[i, OPERANDS], step, counters + 8 * i, scratch)
         if code[i, MEET]:
             met += 1

@@ -108,7 +108,7 @@ def _attend(b: Builder, layer: Attention, q: Array, out: Array) -> None:
     joins[kernel.UNITS], joins[kernel.COUNT] = b.inputs.splits.ctypes.data, SPLITS
     scratch = 4 * kernel.scratch_floats(c.head_dim, share)
     b.program.add(kernel.attention(_kind(b.cache)), operands, scratch=scratch)
-    b.program.add(kernel.join_parts, joins, scratch=scratch)
+    b.program.add(kernel.join_parts, joins, scratch=scratch, unless=SPLITS)
     b.program.counts[ATTENTION] += 1
 
 

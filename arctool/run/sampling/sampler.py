@@ -18,6 +18,9 @@ from arctool.run.sampling.grammar import GrammarState
 from arctool.run.sampling.history import History
 from arctool.run.sampling.params import SamplingParams
 
+FEW = 2
+"""Plain rows that are looked through one by one: the pass over many costs more than that to begin."""
+
 
 @dataclass(frozen=True)
 class SampleRow:
@@ -39,6 +42,13 @@ class SampleRow:
     def too_short(self) -> bool:
         """Whether the text may not end yet."""
         return self.generated < self.params.min_tokens
+
+    @property
+    def plain(self) -> bool:
+        """Whether nothing counts but which logit is the largest."""
+        p = self.params
+        simple = p.greedy and p.logprobs is None and p.constraint is None and not p.penalised and not p.logit_bias
+        return simple and not (self.too_short and self.banned)
 
     @property
     def banned(self) -> tuple[int, ...]:
@@ -74,6 +84,8 @@ def sample(logits: NDArray[np.float32], rows: Sequence[SampleRow], choices: int 
     if not rows:
         return []
     width = logits.shape[1] if choices is None else choices
+    if len(rows) <= FEW and all(row.plain for row in rows):
+        return [_likeliest(logits[i, :width], row) for i, row in enumerate(rows)]
     masks, mask_of, errors = _masks(rows, width)
     tops = np.array([-1 if row.params.logprobs is None else row.params.logprobs for row in rows], np.int64)
     tokens, logs, best, best_logs = sample_rows(
@@ -100,6 +112,14 @@ def sample(logits: NDArray[np.float32], rows: Sequence[SampleRow], choices: int 
             report = TokenLogprobs(float(logs[i]), tuple(zip(best[i, :count].tolist(), best_logs[i, :count].tolist(), strict=True)))
         results.append(Sampled(int(tokens[i]), report))
     return results
+
+
+def _likeliest(logits: NDArray[np.float32], row: SampleRow) -> Sampled:
+    """The first of the largest logits; what the pass gives to a plain row."""
+    best = int(logits.argmax())  # of a NaN, if there is one
+    if np.isfinite(logits[best]) and np.isfinite(logits.min()):
+        return Sampled(best)
+    return Sampled(None, error=_error(logits, best, row, None))
 
 
 def _masks(rows: Sequence[SampleRow], width: int) -> tuple[NDArray[np.uint32], NDArray[np.int64], dict[int, str]]:
