@@ -24,6 +24,9 @@ PANEL_BYTES = 256 << 10
 """Expanded rows that a lane holds at a time: they share the second-level cache with the tokens of a tile."""
 
 LONGEST_PANEL = 32
+NEAR_BYTES = 40 << 10
+"""Activations up to which a panel is one tile of rows: they stay in the first-level cache while panel after panel passes them."""
+
 FETCH_AHEAD = 4096
 """Bytes of stored rows between what is asked for and what is computed, with a single token: weights stream by once, and a core that waited
 for each line would see a third of the memory's bandwidth."""
@@ -193,7 +196,7 @@ def row_task(kind: RowKind) -> Any:
         if count == 1:
             fetch(o[DATA] + first * o[ROW_BYTES], min(FETCH_AHEAD, (last - first) * o[ROW_BYTES]))
         begin = dot_rows(o, x, y, first, last) if count == 1 else first
-        panel = o[PANEL] if count > 1 else tile_rows
+        panel = o[PANEL] if 4 * count * o[WIDTH] > NEAR_BYTES else tile_rows
         for start in range(begin, last, panel):
             size = min(panel, last - start)
             if count == 1:

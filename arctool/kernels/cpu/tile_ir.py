@@ -8,12 +8,16 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from llvmlite import binding
+from llvmlite import binding, ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from arctool.kernels.cpu.ir import FLOAT, I64, LANES, constant, fma, fold, pointer, vector_at
+from arctool.kernels.cpu.ir import FLOAT, I64, LANES, constant, fma, fold, fold_four, pointer, vector_at
+
+
+FOUR = 4
+"""Rows whose sums are folded together."""
 
 
 def tile_shape(wide_registers: bool) -> tuple[int, int]:
@@ -56,6 +60,14 @@ def tile(rows: int, tokens: int) -> Any:
                     weights = vector_at(builder, row, start)
                     for t in range(tokens):
                         builder.store(fma(builder, weights, inputs[t], builder.load(sums[r][t])), sums[r][t])
+            if rows == FOUR:
+                four = ir.VectorType(FLOAT, FOUR).as_pointer()
+                scale = builder.load(builder.bitcast(bases[2], four), align=4)
+                for t in range(tokens):
+                    total = builder.fmul(scale, fold_four(builder, [builder.load(sums[r][t]) for r in range(rows)]))
+                    place = builder.gep(bases[3], [builder.mul(y_pitch, I64(t))])
+                    builder.store(total, builder.bitcast(place, four), align=4)
+                return context.get_dummy_value()
             for r in range(rows):
                 scale = builder.load(builder.gep(bases[2], [I64(r)]))
                 for t in range(tokens):
