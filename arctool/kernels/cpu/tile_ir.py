@@ -15,7 +15,6 @@ from numba.extending import intrinsic
 
 from arctool.kernels.cpu.ir import FLOAT, I64, LANES, constant, fma, fold, fold_four, pointer, vector_at
 
-
 FOUR = 4
 """Rows whose sums are folded together."""
 
