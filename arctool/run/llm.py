@@ -124,7 +124,6 @@ class LLM:
             plan,
             max_tokens=options.max_step_tokens,
             max_seqs=options.max_seqs,
-            registry=self.registry,
         )
         self.engine = Engine(
             self.runner,

@@ -8,7 +8,6 @@ from collections.abc import Sequence as Ordered
 import numpy as np
 from numpy.typing import NDArray
 
-from arctool.kernels.registry import Registry
 from arctool.run.compiled.model import CompiledModel, StepLimits
 from arctool.run.kv.cache import CachePlan, KVCache
 from arctool.run.kv.paging import Copy
@@ -21,10 +20,9 @@ from arctool.run.step import Span, build_step
 class ModelRunner:
     """Runs steps of `model` over a cache of the planned size."""
 
-    def __init__(self, model: CausalLM, cache_plan: CachePlan, *, max_tokens: int, max_seqs: int, registry: Registry | None = None) -> None:
-        """`max_tokens`, `max_seqs`: of one step. `registry`: counts what the steps engage."""
+    def __init__(self, model: CausalLM, cache_plan: CachePlan, *, max_tokens: int, max_seqs: int) -> None:
+        """`max_tokens`, `max_seqs`: of one step."""
         self.model = model
-        self._registry = registry
         self.plan = cache_plan
         self.cache = KVCache(model.config, cache_plan.num_blocks, cache_plan.block_size, cache_plan.dtype)
         limits = StepLimits(max_tokens, max_seqs, max_seqs, cache_plan.max_model_len)
@@ -40,10 +38,7 @@ class ModelRunner:
 
     def run_spans(self, spans: list[Span]) -> NDArray[np.float32]:
         """The same for any spans: logits f32 [their logit tokens, vocab]."""
-        logits = self.compiled.run(build_step(spans, self.cache.block_size))
-        if self._registry is not None:
-            self._registry.engaged(self.compiled.program.counts)
-        return logits
+        return self.compiled.run(build_step(spans, self.cache.block_size))
 
 
 def _span(sequence: Sequence, work: Work) -> Span:

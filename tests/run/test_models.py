@@ -209,7 +209,7 @@ def test_the_compiled_step_computes_what_the_layers_define(tiny: DirectorySource
 
 def test_a_step_engages_every_kernel_of_the_model_once_a_layer(llama: DirectorySource) -> None:
     registry = default_registry()
-    runner = ModelRunner(load_model(llama, registry), plan_cache(llama.config), max_tokens=8, max_seqs=1, registry=registry)
+    runner = ModelRunner(load_model(llama, registry), plan_cache(llama.config), max_tokens=8, max_seqs=1)
     run(runner, [Span([5, 6], 0, [0], 1)])
     assert registry.engagement() == {"cpu.embedding.dense-f32": 1, "cpu.linear.dense-f32": 2 * 7 + 1, "cpu.attention": 2}
 

@@ -6,6 +6,8 @@ computes what `models.decoder.CausalLM` defines, in kernels whose every row depe
 
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -39,18 +41,21 @@ class CompiledModel:
         self._inputs = Inputs.of(limits, cache.block_size)
         builder = Builder(model, cache, limits, self._inputs, self._numbers)
         self.program = builder.program
-        self._states, self._logits = lower(builder)
+        self._states, self._logits, self._before_head = lower(builder)
+        self._registry = model.embedding.registry
 
     def run(self, step: StepInputs) -> Array:
         """Logits f32 [rows that want them, vocab], good until the next step; keys and values are in the cache afterwards."""
         self._fill(step)
         self.program.run()
+        self._registry.engaged(self.program.counts)
         return self._logits[: len(step.logit_rows)]
 
     def states(self, step: StepInputs) -> Array:
         """The same up to the head: what it reads, f32 [rows that want logits, hidden], good until the next step."""
         self._fill(step)
         self.program.run(last=len(self.program) - 1)
+        self._registry.engaged(self._before_head)
         return self._states[: len(step.logit_rows)]
 
     def _fill(self, step: StepInputs) -> None:
@@ -80,8 +85,11 @@ class CompiledModel:
             self._numbers[GATHER] = choose_experts(tokens, self._moe.num_experts, self._moe.top_k) == "gather"
 
 
-def lower(b: Builder) -> tuple[Array, Array]:
-    """Put the whole model in order; its last kernel is the head. Returns what the head reads, f32 [logits, hidden], and the logits."""
+def lower(b: Builder) -> tuple[Array, Array, Counter[str]]:
+    """Put the whole model in order; its last kernel is the head.
+
+    Returns what the head reads, f32 [logits, hidden]; the logits; and what a run without the head engages.
+    """
     model, config = b.model, b.model.config
     x = b.buffer("x", config.hidden_size)
     dense.embed(b, x)
@@ -96,6 +104,7 @@ def lower(b: Builder) -> tuple[Array, Array]:
     logits = b.buffer("logits", config.vocab_size, b.limits.logits)
     head = b.reader(model.head, "head", b.limits.logits)
     b.norm(model.norm, x, add, [head], also=b.target(states, None), rows=b.inputs.logit_rows, count=LOGITS)
+    before = b.program.counts.copy()
     b.product(head, logits, LOGITS)
     b.program.seal()
-    return states[:, : config.hidden_size], logits[:, : config.vocab_size]
+    return states[:, : config.hidden_size], logits[:, : config.vocab_size], before
