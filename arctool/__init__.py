@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from arctool.api import bake_model, evaluate
     from arctool.artifacts import diff, inspect, inspect_tensor, verify
+    from arctool.run.async_engine import AsyncEngine
     from arctool.run.llm import LLM
     from arctool.run.sampling.constraint import Constraint
     from arctool.run.sampling.params import SamplingParams
@@ -25,10 +26,23 @@ if TYPE_CHECKING:
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "Constraint", "SamplingParams", "__version__", "bake_model", "diff", "evaluate", "inspect", "inspect_tensor", "verify"]
+__all__ = [
+    "LLM",
+    "AsyncEngine",
+    "Constraint",
+    "SamplingParams",
+    "__version__",
+    "bake_model",
+    "diff",
+    "evaluate",
+    "inspect",
+    "inspect_tensor",
+    "verify",
+]
 
 _PUBLIC = {
     "LLM": "arctool.run.llm",
+    "AsyncEngine": "arctool.run.async_engine",
     "Constraint": "arctool.run.sampling.constraint",
     "SamplingParams": "arctool.run.sampling.params",
     "bake_model": "arctool.api",

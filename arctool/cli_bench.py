@@ -37,6 +37,7 @@ def bench_model(
     batches: Annotated[str, typer.Option(help="How many sequences at once, with commas between them.")] = "1,2,4,8,16,32,64",
     prompt_tokens: Annotated[int, typer.Option(help="Tokens of each prompt.")] = 128,
     new_tokens: Annotated[int, typer.Option(help="Tokens that each sequence generates.")] = 32,
+    kv_memory: Annotated[str | None, typer.Option(help="Memory of the cache, like 2GiB [default: 2GiB at most].")] = None,
     rounds: Annotated[int, typer.Option(help="Rounds over all sizes; the table has medians.")] = 3,
     as_json: AsJson = False,
     quiet: Quiet = False,
@@ -51,7 +52,7 @@ def bench_model(
     from arctool.terminal.throughput import throughput as shown
 
     plan = throughput.Plan(parse_numbers(batches, "--batches"), prompt_tokens, new_tokens, rounds)
-    llm = sources.open_model(path, EngineOptions(max_model_len=prompt_tokens + new_tokens, max_seqs=max(plan.batches)))
+    llm = sources.open_model(path, EngineOptions(max_model_len=prompt_tokens + new_tokens, max_seqs=max(plan.batches), kv_memory=kv_memory))
     with progress.count_progress(error_console(), quiet, "measuring") as show:
         found = throughput.measure(llm, path, plan, show)
     if as_json:

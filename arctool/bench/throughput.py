@@ -23,6 +23,8 @@ from arctool.errors import ArctoolError, UsageError
 from arctool.kernels.registry import ATTENTION
 from arctool.run.llm import LLM
 from arctool.run.sampling.params import SamplingParams
+from arctool.run.sequence import FinishReason
+from arctool.run.telemetry import Totals
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 PROMPT_TOKENS = 128
@@ -54,9 +56,10 @@ class Plan:
 
 @dataclass(frozen=True)
 class Round:
-    """One batch served once. Seconds of the steps up to the last first token, and of the steps that brought decoded tokens only.
+    """One batch served once. Seconds of the steps up to the last first token, and of the steps after that.
 
-    `prompt_tokens`, `decoded`: computed in those; `engaged`: calls of each kernel in them.
+    `prompt_tokens`: that the engine computed; `decoded`: tokens that the latter steps brought, in `decode_steps`; `lengths`: how many each
+    sequence got that ended as it should; `preempted`, `prefix_hits`: what must not happen here; `engaged`: calls of each kernel.
     """
 
     prefill_seconds: float
@@ -64,6 +67,9 @@ class Round:
     decode_seconds: float
     decoded: int
     decode_steps: int
+    lengths: tuple[int, ...]
+    preempted: int
+    prefix_hits: int
     engaged: Counter[str]
 
 
@@ -141,24 +147,42 @@ def measure(llm: LLM, name: str, plan: Plan, progress: Progress | None = None) -
 def serve(llm: LLM, prompts: Sequence[Sequence[int]], new_tokens: int) -> Round:
     """Serve the prompts together, greedily, every one to its `new_tokens`; what it took."""
     engine = llm.engine
-    before = Counter(llm.registry.engagement())
+    before, totals = Counter(llm.registry.engagement()), engine.telemetry().total
     params = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True)
-    waiting = {engine.add_request(prompt, params) for prompt in prompts}
+    ids: list[int] = []
+    try:
+        for prompt in prompts:
+            ids.append(engine.add_request(prompt, params))
+        return _timed(llm, set(ids), before, totals)
+    finally:
+        for request in ids:
+            engine.cancel(request)
+
+
+def _timed(llm: LLM, waiting: set[int], before: Counter[str], totals: Totals) -> Round:
+    """Step until everything is done. `before`, `totals`: what was counted until now."""
+    engine = llm.engine
     prefill = decode = 0.0
     decoded = steps = 0
+    lengths: list[int] = []
     while engine.has_work():
         began = time.perf_counter()
         updates = engine.step()
         took = time.perf_counter() - began
         tokens = sum(len(update.token_ids) for update in updates)
+        endings = [update.completion for update in updates if update.completion is not None]
+        lengths += [len(one.token_ids) for one in endings if one.finish_reason is FinishReason.LENGTH]
         if waiting:
             prefill += took
-            waiting -= {update.request_id for update in updates if update.token_ids}
+            waiting -= {update.request_id for update in updates}
         else:
             decode, decoded, steps = decode + took, decoded + tokens, steps + 1
     engaged = Counter(llm.registry.engagement())
     engaged.subtract(before)
-    return Round(prefill, sum(map(len, prompts)), decode, decoded, steps, +engaged)
+    now = engine.telemetry().total
+    hits, preempted = now.prefix_hits - totals.prefix_hits, now.preempted - totals.preempted
+    computed = now.prefill_tokens - totals.prefill_tokens
+    return Round(prefill, computed, decode, decoded, steps, tuple(lengths), preempted, hits, +engaged)
 
 
 def row_of(batch: int, rounds: Sequence[Round], plan: Plan, failure: str | None = None) -> Row:
@@ -180,10 +204,12 @@ def objection(found: Round, batch: int, plan: Plan) -> str | None:
     """Why a round is no measurement, None if it is one."""
     if found.prompt_tokens != batch * plan.prompt_tokens:
         return f"{found.prompt_tokens} prompt tokens where {batch * plan.prompt_tokens} were asked for"
-    # While prompts are read, sequences that are further on may decode already; the last to start brings all but its first token.
-    if not plan.new_tokens - 1 <= found.decoded <= batch * (plan.new_tokens - 1):
-        return f"{found.decoded} decoded tokens where up to {batch * (plan.new_tokens - 1)} were asked for"
-    if not (found.prefill_seconds > 0 and found.decode_seconds > 0):
+    if found.lengths != (plan.new_tokens,) * batch:
+        right = sum(length == plan.new_tokens for length in found.lengths)
+        return f"{right} of {batch} sequences brought the {plan.new_tokens} tokens that were asked for"
+    if found.preempted or found.prefix_hits:
+        return f"{found.preempted} preemptions and {found.prefix_hits} cached tokens: give the cache more memory (--kv-memory)"
+    if not (found.prefill_seconds > 0 and found.decode_seconds > 0 and found.decoded > 0):
         return "no time passed"
     if not found.engaged[ATTENTION]:
         return "the attention kernel was never engaged"

@@ -26,6 +26,8 @@ __all__ = ["Implementation", "Prepared", "Registry", "default_registry", "embedd
 
 DECODE = "cpu.decode"
 ATTENTION = "cpu.attention"
+SPLIT_ATTENTION = "cpu.attention.split"
+GATHERED_EXPERTS, GROUPED_EXPERTS = "cpu.experts.gather", "cpu.experts.grouped"
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,7 @@ class Implementation:
     """One kernel: its name is its counter. `accepts` is for people; `unavailable` says why it cannot run here, empty if it can."""
 
     name: str
-    operation: Literal["linear", "decode", "embedding", "attention"]
+    operation: Literal["linear", "decode", "embedding", "attention", "experts"]
     backend: str
     accepts: str
     unavailable: str = ""
@@ -109,6 +111,9 @@ def default_registry() -> Registry:
             Implementation(DECODE, "decode", "numba", "every packed weight; bit-exact with the oracle"),
             *(Implementation(embedding_name(kind), "embedding", "numba", "rows that do not mix, any number") for kind in KINDS),
             Implementation(ATTENTION, "attention", "numba", "paged f32 and bf16, grouped queries, sliding windows"),
+            Implementation(SPLIT_ATTENTION, "attention", "numba", "long contexts of single queries, shared out over cores"),
+            Implementation(GATHERED_EXPERTS, "experts", "numba", "few tokens: a group a token and expert"),
+            Implementation(GROUPED_EXPERTS, "experts", "numba", "many tokens: a group an expert"),
             Implementation("triton.linear", "linear", "triton", "trellis weights on a GPU", no_gpu),
         )
     )

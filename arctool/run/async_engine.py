@@ -97,7 +97,7 @@ class AsyncEngine:
         self._count = 0
         self._accepting = True
         self._stop = False
-        self._fault: Exception | None = None
+        self._fault: BaseException | None = None
         self._last_tick = clock()
         self._threads = numba.get_num_threads()
         self._thread = threading.Thread(target=self._serve, name="arctool-engine", daemon=True)
@@ -219,7 +219,7 @@ class AsyncEngine:
                 self._last_tick = self._clock()
             for stream in list(self._streams.values()):
                 self._cancel(stream, tell=True)
-        except Exception as error:
+        except BaseException as error:  # a panic of a library's is no Exception, and this thread has nobody above it to tell
             _log.exception("the engine's thread has failed")
             self._end_all(error, EngineStopped(f"the engine has failed: {type(error).__name__}: {error}; restart it"))
         else:
@@ -274,7 +274,7 @@ class AsyncEngine:
             del self._streams[stream.request_id]
         self._names.pop(stream.name, None)
 
-    def _end_all(self, fault: Exception | None, error: EngineStopped) -> None:
+    def _end_all(self, fault: BaseException | None, error: EngineStopped) -> None:
         """Tell everyone who still waits for something, and everyone whose request was never looked at."""
         with self._wake:
             self._fault, self._accepting = fault, False

@@ -51,11 +51,6 @@ class ModelConfig:
         """The experts of a layer, None where it is dense."""
         return self.moe if self.moe is not None and self.moe.sparse[layer] else None
 
-    @property
-    def widest_mlp(self) -> int:
-        """The most that any feed-forward block is wide inside, each expert taken by itself."""
-        return max(self.intermediate_size if (moe := self.sparse(i)) is None else moe.intermediate_size for i in range(self.num_layers))
-
     @staticmethod
     def from_hf(config: Mapping[str, Any], where: str) -> ModelConfig:
         """Read a `config.json` mapping (transformers 4 or 5 spelling). Raises SourceError `where: field: expected, found`."""

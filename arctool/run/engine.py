@@ -27,6 +27,9 @@ from arctool.run.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
 
+INTERRUPTIONS = (KeyboardInterrupt, SystemExit, GeneratorExit)
+"""What somebody outside wants, as opposed to what goes wrong inside."""
+
 
 @dataclass(frozen=True)
 class Row:
@@ -140,13 +143,13 @@ class Engine:
             return []
         try:
             rows = self._run(step)
-        except Exception as error:
-            _log.exception("a step of the engine failed, and %d sequences with it", len(step.work))
-            return self._post(self._fail(step, f"the engine failed in a step of this request: {type(error).__name__}: {error}"))
-        except BaseException:
+        except INTERRUPTIONS:
             for sequence, _ in step.work:
                 self.scheduler.preempt(sequence)
             raise
+        except BaseException as error:  # panics of libraries included
+            _log.exception("a step of the engine failed, and %d sequences with it", len(step.work))
+            return self._post(self._fail(step, f"the engine failed in a step of this request: {type(error).__name__}: {error}"))
         return self._post(self._postprocess(step, rows))
 
     def cancel(self, request_id: int) -> tuple[Completion, ...]:
@@ -232,6 +235,12 @@ class Engine:
             text, reason = one.accept(row.result, self._eos, self._clock)
         except RequestError as error:  # a tokenizer that cannot decode its own tokens fails this sample, not its neighbours
             return Update(one.request_id, (token,), "", self._finish(one, FinishReason.ERROR, str(error)), index)
+        except INTERRUPTIONS:
+            raise
+        except BaseException as error:  # so does whatever else goes wrong with one token: the others are in the cache already
+            _log.exception("a token of request %d could not be accepted", one.request_id)
+            message = f"the engine failed to accept a token of this request: {type(error).__name__}: {error}"
+            return Update(one.request_id, (token,), "", self._finish(one, FinishReason.ERROR, message), index)
         return Update(one.request_id, (token,), text, None if reason is None else self._finish(one, reason), index)
 
     def _fail(self, step: Step, error: str) -> list[Update]:

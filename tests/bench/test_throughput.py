@@ -15,7 +15,7 @@ from arctool.run.llm import LLM, EngineOptions
 from arctool.terminal.throughput import throughput
 
 PLAN = Plan(batches=(1, 3), prompt_tokens=20, new_tokens=5, rounds=2)
-GOOD = Round(2.0, 60, 0.5, 12, 4, Counter({"cpu.attention": 8}))
+GOOD = Round(2.0, 60, 0.5, 12, 4, (5, 5, 5), 0, 0, Counter({"cpu.attention": 8}))
 
 
 def test_a_row_has_the_medians_of_its_rounds() -> None:
@@ -28,8 +28,11 @@ def test_a_row_has_the_medians_of_its_rounds() -> None:
     ("changes", "reason"),
     [
         ({"prompt_tokens": 0}, "0 prompt tokens where 60 were asked for"),
-        ({"decoded": 0}, "0 decoded tokens where up to 12"),
-        ({"decoded": 13}, "13 decoded tokens where up to 12"),
+        ({"decoded": 0}, "no time passed"),
+        ({"lengths": (5, 1, 5)}, "2 of 3 sequences brought the 5 tokens"),
+        ({"lengths": (5, 5)}, "2 of 3 sequences brought the 5 tokens"),
+        ({"preempted": 1}, "1 preemptions and 0 cached tokens"),
+        ({"prefix_hits": 16}, "0 preemptions and 16 cached tokens"),
         ({"decode_seconds": 0.0}, "no time passed"),
         ({"engaged": Counter({"cpu.linear.dense-f32": 8})}, "the attention kernel was never engaged"),
     ],

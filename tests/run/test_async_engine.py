@@ -258,12 +258,17 @@ def test_a_full_queue_refuses_and_takes_again(llm: LLM) -> None:
     run(llm, body, max_queued=2)
 
 
-def test_a_fault_of_the_engine_reaches_every_waiter_by_name(llm: LLM) -> None:
+class Panic(BaseException):
+    """As a library's panic: no Exception."""
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, Panic])
+def test_a_fault_of_the_engine_reaches_every_waiter_by_name(llm: LLM, kind: type[BaseException]) -> None:
     step, broken = llm.engine.step, threading.Event()
 
     def faulty() -> list[Update]:
         if broken.is_set():
-            raise RuntimeError("cache block 3 is freed twice")
+            raise kind("cache block 3 is freed twice")
         return step()
 
     llm.engine.step = faulty  # type: ignore[method-assign]
@@ -281,9 +286,9 @@ def test_a_fault_of_the_engine_reaches_every_waiter_by_name(llm: LLM) -> None:
         broken.set()
         for error in await asyncio.gather(*tasks, return_exceptions=True):
             assert isinstance(error, EngineStopped)
-            assert "RuntimeError: cache block 3 is freed twice" in str(error)
+            assert f"{kind.__name__}: cache block 3 is freed twice" in str(error)
         await until(lambda: not engine.healthy)
-        with pytest.raises(EngineStopped, match="has failed: RuntimeError"):
+        with pytest.raises(EngineStopped, match=f"has failed: {kind.__name__}"):
             await engine.submit([5], GREEDY)
 
     run(llm, body)

@@ -186,6 +186,29 @@ def test_a_step_that_fails_ends_its_requests_by_name_and_the_engine_goes_on(llam
     assert_idle(engine)
 
 
+@pytest.mark.parametrize("kind", [ValueError, BaseException], ids=["error", "panic"])
+def test_a_token_that_cannot_be_accepted_ends_its_own_request_and_no_other(
+    llama: DirectorySource, registry: Registry, kind: type[BaseException]
+) -> None:
+    prompts = [random_ids(i, 20) for i in range(3)]
+    wanted = [c.token_ids for c in make_engine(llama, registry).generate(prompts, [GREEDY] * 3)]
+    engine = make_engine(llama, registry)
+    ids = [engine.add_request(p, GREEDY) for p in prompts]
+    for _ in range(3):
+        engine.step()
+    state = engine._requests[ids[1]][0].sequence.state
+
+    def broken(token: int) -> None:
+        raise kind("no more")
+
+    object.__setattr__(state, "push", broken) if hasattr(type(state), "__dataclass_fields__") else setattr(state, "push", broken)
+    done = run_to_end(engine)
+    assert done[ids[1]].finish_reason is FinishReason.ERROR
+    assert "failed to accept a token" in str(done[ids[1]].error)
+    assert [done[ids[0]].token_ids, done[ids[2]].token_ids] == [wanted[0], wanted[2]]
+    assert_idle(engine)
+
+
 def test_an_interrupted_step_is_computed_anew_for_those_who_stay(llama: DirectorySource, registry: Registry) -> None:
     engine = make_engine(llama, registry)
     asked = SamplingParams(temperature=1, seed=3, n=3, max_tokens=12, ignore_eos=True)

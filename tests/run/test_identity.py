@@ -13,7 +13,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tiny_models import DirectorySource, Reference, random_ids, reference
 
-from arctool.kernels.registry import Registry
+from arctool.kernels.registry import Registry, default_registry
+from arctool.quant.codebooks import RUNGS
+from arctool.quant.ggml import GGML_TYPES
+from arctool.quant.hadamard import Rotation
+from arctool.quant.tensor import GgmlTensor, TrellisTensor, Weight
+from arctool.quant.trellis import pack_symbols
 from arctool.run.engine import Completion, Engine
 from arctool.run.kv.cache import plan_cache
 from arctool.run.models.decoder import CausalLM
@@ -127,6 +132,40 @@ def margins(theirs: Reference, asked: list[Asked], tokens: list[tuple[int, ...]]
         assert logits.argmax(axis=1).tolist() == list(found)
         best = np.sort(logits, axis=1)
         yield float((best[:, -1] - best[:, -2]).min())
+
+
+class Mixed(DirectorySource):
+    """The tiny Llama's shapes in stored types of all kinds: what they hold is random, so its texts are too."""
+
+    def __init__(self, source: DirectorySource) -> None:
+        self.config, self.assets, self.tensors = source.config, source.assets, source.tensors
+
+    def weight(self, key: str) -> Weight:  # type: ignore[override]
+        dense = super().weight(key)
+        part = key.rsplit(".", 1)[-1]
+        if part in TRELLIS:
+            out, inner = dense.shape
+            rung = RUNGS[TRELLIS[part]]
+            symbols = np.random.default_rng(sum(key.encode())).integers(0, 1 << rung.geometry.k, (out, inner // rung.geometry.v))
+            scales, rotation = np.full(out, 0.25, np.float32), Rotation.seeded(1, key, out, inner)
+            return TrellisTensor(rung.geometry, rung.codebook(), inner, pack_symbols(symbols, rung.geometry), scales, rotation)
+        return GgmlTensor.encoded(GGML_TYPES[STORED[part]], dense.dense(), key) if part in STORED else dense
+
+
+TRELLIS = {"q_proj": "qtip2-v4", "k_proj": "qtip4", "up_proj": "qtip2b", "down_proj": "qtip2.25-v4"}
+STORED = {"v_proj": "q8_0", "gate_proj": "q4_1", "o_proj": "f16", "embed_tokens": "q8_0"}
+
+
+def test_a_crowd_over_stored_types_of_all_kinds_gets_what_each_gets_alone(llama: DirectorySource) -> None:
+    registry = default_registry()
+    model = load_model(Mixed(llama), registry)
+    asked = crowd(model.config.vocab_size, seed=1)
+    wanted = alone(model, asked)
+    assert len(set(wanted)) >= 40
+    for sizes in SIZES:
+        assert [c.token_ids for c in serve(make_engine(model, **sizes), asked)] == wanted, sizes
+    kinds = {name.removeprefix("cpu.linear.") for name in registry.engagement() if name.startswith("cpu.linear.")}
+    assert kinds == {"trellis-table", "trellis-sum2", "ggml-q8_0", "ggml-q4_1", "ggml-f16", "dense-f32"}
 
 
 def test_five_hundred_requests_of_which_some_are_cancelled_leave_no_block_behind(llama: DirectorySource, registry: Registry) -> None:

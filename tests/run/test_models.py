@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,6 +12,7 @@ import pytest
 from tiny_models import DirectorySource, Reference, random_ids
 
 from arctool.errors import FormatError, SourceError
+from arctool.kernels.cpu.attention_work import SPLIT_FROM
 from arctool.kernels.registry import Registry, default_registry
 from arctool.quant.codebooks import RUNGS, Codebook
 from arctool.quant.hadamard import Rotation
@@ -212,6 +215,37 @@ def test_a_step_engages_every_kernel_of_the_model_once_a_layer(llama: DirectoryS
     runner = ModelRunner(load_model(llama, registry), plan_cache(llama.config), max_tokens=8, max_seqs=1)
     run(runner, [Span([5, 6], 0, [0], 1)])
     assert registry.engagement() == {"cpu.embedding.dense-f32": 1, "cpu.linear.dense-f32": 2 * 7 + 1, "cpu.attention": 2}
+
+
+@pytest.mark.parametrize("kv_dtype", ["f32", "bf16"])
+def test_a_context_that_is_split_over_lanes_has_the_bits_of_a_whole_prompt(llama: DirectorySource, kv_dtype: str) -> None:
+    ids = random_ids(12, SPLIT_FROM + 40)
+    registry = default_registry()
+    source = copy.copy(llama)
+    source.config = replace(llama.config, max_position_embeddings=2048)
+    plan = plan_cache(source.config, max_seqs=1, max_model_len=1200, kv_dtype=kv_dtype)
+    runner = ModelRunner(load_model(source, registry), plan, max_tokens=len(ids), max_seqs=len(ids))
+    whole = run(runner, [Span(ids, 0, range(75), len(ids))])
+    assert registry.engagement().get("cpu.attention.split", 0) == 0
+    for store in (*runner.cache.keys, *runner.cache.values):
+        store.fill_(float("nan"))
+    parts = [run(runner, [Span(ids[: SPLIT_FROM - 3], 0, range(75), SPLIT_FROM - 3)])]
+    parts += [run(runner, [Span([ids[i]], i, range(75), 1)]) for i in range(SPLIT_FROM - 3, len(ids))]
+    assert registry.engagement()["cpu.attention.split"] == 40 * source.config.num_layers
+    assert np.array_equal(np.concatenate(parts), whole)
+
+
+def test_a_step_past_the_longest_sequence_is_refused(llama: DirectorySource, registry: Registry) -> None:
+    runner = ModelRunner(load_model(llama, registry), plan_cache(llama.config, max_model_len=32), max_tokens=8, max_seqs=1)
+    with pytest.raises(RuntimeError, match="reaches 33 tokens"):
+        runner.run_spans([Span([5], 32, [0, 1, 2], 1)])
+
+
+def test_a_step_without_logits_engages_no_head(llama: DirectorySource) -> None:
+    registry = default_registry()
+    runner = ModelRunner(load_model(llama, registry), plan_cache(llama.config), max_tokens=8, max_seqs=1)
+    runner.run_spans([Span([5, 6], 0, [0], 0)])
+    assert registry.engagement()["cpu.linear.dense-f32"] == 2 * 7
 
 
 def test_a_step_that_is_larger_than_planned_is_refused(llama: DirectorySource, registry: Registry) -> None:

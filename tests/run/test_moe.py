@@ -42,7 +42,6 @@ def test_every_layer_of_mixtral_is_a_mixture_of_the_width_of_its_mlp() -> None:
     config = read(MIXTRAL)
     assert config.moe == MoeConfig(num_experts=4, top_k=2, intermediate_size=96, normalised=True, sparse=(True, True, True))
     assert config.sparse(2) is config.moe
-    assert config.widest_mlp == 96
     assert not config.qk_norm
 
 
@@ -56,7 +55,6 @@ def test_which_layers_of_qwen3_moe_are_dense_is_as_in_transformers() -> None:
             model = transformers.Qwen3MoeForCausalLM(theirs)
         assert config.moe is not None
         assert config.moe.sparse == tuple(hasattr(layer.mlp, "experts") for layer in model.model.layers), (step, dense)
-        assert config.widest_mlp == (32 if all(config.moe.sparse) else 96)
 
 
 def test_absent_fields_of_qwen3_moe_mean_what_its_class_says() -> None:

@@ -15,7 +15,6 @@ import logging
 from collections.abc import Callable
 from datetime import datetime
 
-from arctool.bake.calibration.stream import one_thread_per_call
 from arctool.bake.calibration.text import document_start
 from arctool.errors import RequestError, SourceError, UsageError
 from arctool.run.config import ModelConfig
@@ -81,8 +80,7 @@ def sample_texts(llm: LLM, tokens: int, seed: int, progress: Progress | None = N
     """
     if tokens < 1 or not 0 <= seed < 1 << 64:
         raise UsageError(f"self-sampling: expected at least 1 token and a seed from 0 to 2^64 - 1, found {tokens} and {seed}")
-    with one_thread_per_call():  # decoding's torch operations are so small that waking a second thread costs more than it does
-        sampled = _sampled(llm, _Recipe(llm, seed), tokens, progress)
+    sampled = _sampled(llm, _Recipe(llm, seed), tokens, progress)
     kept = [ids for ids in sampled if ids is not None]
     if len(kept) < len(sampled):
         _log.warning("self-sampling: %d of %d sequences met a logit that is not finite", len(sampled) - len(kept), len(sampled))

@@ -15,6 +15,9 @@ from arctool.kernels.cpu.attention import KEY_CHUNK, QUERY_TILE
 SPLIT_FROM = 4 * KEY_CHUNK
 """Context of a single query from which its chunks are computed apart: below, joining them costs more than it spares."""
 
+MOST_SPLIT = 16
+"""Spans of a step up to which any is split: more keep all lanes busy anyway."""
+
 MOST_PARTS = 4096
 """Parts that one step may have: bounds the memory for them."""
 
@@ -29,10 +32,10 @@ def units_of(
     units: list[tuple[int, int, int, int, int, int]] = []
     splits: list[tuple[int, int, int]] = []
     parts = 0
-    unlimited = 0 in windows
+    unlimited, few = 0 in windows, len(starts) <= MOST_SPLIT
     for start, position, count, table in zip(starts, positions, counts, tables, strict=True):
         chunks = position // KEY_CHUNK + 1
-        if count == 1 and unlimited and position >= SPLIT_FROM and parts + chunks <= MOST_PARTS:
+        if few and count == 1 and unlimited and position >= SPLIT_FROM and parts + chunks <= MOST_PARTS:
             units.extend((start, 1, position, table, chunk, parts + chunk) for chunk in range(chunks))
             splits.append((start, parts, chunks))
             parts += chunks

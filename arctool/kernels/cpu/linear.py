@@ -102,7 +102,10 @@ def block_rows(expand: Any) -> RowKind:
 
     @jit()
     def expand_row(o, row, out):  # type: ignore[no-untyped-def]  # numba infers the types
-        expand(u8_at(o[DATA] + row * o[ROW_BYTES], o[ROW_BYTES]), o[PERIODS], f32_at(out, o[WIDTH]))
+        line = f32_at(out, o[WIDTH])
+        expand(u8_at(o[DATA] + row * o[ROW_BYTES], o[ROW_BYTES]), o[PERIODS], line)
+        for j in range(o[INPUTS], o[WIDTH]):
+            line[j] = 0.0
 
     return RowKind(expand_row, _no_rows)
 

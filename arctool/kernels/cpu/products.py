@@ -65,6 +65,8 @@ def decode_into(rows: Rows, dense: Array) -> None:
 
 def gather(prepared: Prepared, rows: Rows, ids: NDArray[np.int64]) -> Array:
     """Rows `ids` of the original matrix, f32 [tokens, in]: the bits of `weight.dense()[ids]`, and no other row is decoded."""
+    if len(ids) and not 0 <= ids.min() <= ids.max() < prepared.out_features:
+        raise IndexError(f"expected rows from 0 to {prepared.out_features - 1}, found {ids.min()} to {ids.max()}")
     y = np.empty((len(ids), prepared.in_features), np.float32)
     wanted = np.ascontiguousarray(ids, np.int64)
     program = Program(np.array([len(ids)], np.int64))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -16,16 +17,17 @@ CACHE_LINE = 64
 
 
 class Program:
-    """Kernels in order. `counts`: how often one run engages each implementation of the registry, by name.
+    """Kernels in order.
 
     Not shared between threads that run at the same time: lanes' memory, counters and whatever the operands name belong to one run.
     """
 
     def __init__(self, step: NDArray[np.int64]) -> None:
         self.step = step
-        self.counts: Counter[str] = Counter()
+        self._counted: Counter[tuple[str, int]] = Counter()
         self._rows: list[tuple[int, int, int, int]] = []
         self._kept: list[Any] = []
+        self._pauses: list[int] = []
         self._scratch_bytes = 0
         self._code = np.empty((0, team.COLUMNS), np.int64)
         self._memory = np.empty(0, np.uint8)
@@ -38,6 +40,18 @@ class Program:
     def keep(self, *arrays: Any) -> None:
         """Hold what operands point into for as long as the program lives."""
         self._kept.extend(arrays)
+
+    def count(self, name: str, unless: int = -1) -> None:
+        """A run engages the implementation `name` of the registry once more, unless that number of the step is zero."""
+        self._counted[name, unless] += 1
+
+    def engaged(self) -> Counter[str]:
+        """What a run over the step's present numbers engages, by name."""
+        found: Counter[str] = Counter()
+        for (name, unless), calls in self._counted.items():
+            if unless < 0 or self.step[unless]:
+                found[name] += calls
+        return found
 
     def add(self, kernel: Callable[[], int], operands: NDArray[np.int64], *, scratch: int = 0, meet: bool = True, unless: int = -1) -> None:
         """Append a kernel. `scratch`: bytes of its own that a lane needs; `meet`: whether what follows needs all that it does; `unless`:
@@ -55,7 +69,14 @@ class Program:
         start = -(-self._memory.ctypes.data // CACHE_LINE) * CACHE_LINE
         self._lanes = start + size * np.arange(lanes, dtype=np.int64)
 
-    def run(self, first: int = 0, last: int | None = None) -> None:
-        """Run kernels [first, last), by default all."""
-        code = self._code[first:last]
-        team.run(code, self.step, self._counters[: len(code) + 1], self._lanes)
+    def pause(self) -> None:
+        """A run may stop for a moment before the next kernel (`run`)."""
+        self._pauses.append(len(self._rows))
+
+    def run(self, first: int = 0, last: int | None = None, *, pausing: bool = False) -> None:
+        """Run kernels [first, last), by default all. `pausing`: Python looks up at every pause, so Ctrl-C need not wait for the end."""
+        end = len(self._rows) if last is None else last
+        stops = [at for at in self._pauses if first < at < end] if pausing else []
+        for begin, stop in itertools.pairwise((first, *stops, end)):
+            code = self._code[begin:stop]
+            team.run(code, self.step, self._counters[: len(code) + 1], self._lanes)

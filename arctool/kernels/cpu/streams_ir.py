@@ -35,7 +35,6 @@ class Expander:
 
     expand: Any
     weights: int
-    bytes: int
 
     def periods(self, in_features: int) -> int:
         """Periods that cover a row."""
@@ -72,7 +71,7 @@ def expander(geometry: Geometry, computed: bool) -> Expander:
 
         return signature, generate
 
-    return Expander(expand, steps * geometry.v, size)
+    return Expander(expand, steps * geometry.v)
 
 
 QUARTER = 4

@@ -7,10 +7,14 @@ in a bit: a task's result depends on its operands alone.
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
-from numba import get_num_threads, prange
+from numba import get_num_threads, prange, threading_layer
+from numba.np.ufunc.parallel import _launch_threads
 from numpy.typing import NDArray
 
+from arctool.errors import UsageError
 from arctool.kernels.cpu.jit import jit
 from arctool.kernels.cpu.memory import call_entry, current, give_way, i64_at, take
 
@@ -45,8 +49,18 @@ def _run(code, step, counters, meeting, scratch, lanes):  # type: ignore[no-unty
         _lane(code, step, counters, meeting, scratch[lane], lanes)
 
 
+@functools.cache
+def check_threads() -> None:
+    """Raise UsageError unless every lane will have a thread of its own: lanes that wait for one that has none would wait for ever."""
+    _launch_threads()
+    layer = threading_layer()
+    if layer != "workqueue":
+        raise UsageError(f"numba runs on its {layer!r} threads, and our kernels need its work queue; unset NUMBA_THREADING_LAYER")
+
+
 def run(code: NDArray[np.int64], step: NDArray[np.int64], counters: NDArray[np.int64], scratch: NDArray[np.int64]) -> None:
     """Run `code` i64 [kernels, COLUMNS] over the step's numbers. `counters`: i64 [kernels + 1], zeroed here; `scratch`: i64 [lanes], the
     address of each lane's own memory. The team has as many lanes as numba has threads, and no more than there are scratches."""
+    check_threads()
     counters[:] = 0
     _run(code, step.ctypes.data, counters.ctypes.data, counters.ctypes.data + 8 * len(code), scratch, min(get_num_threads(), len(scratch)))

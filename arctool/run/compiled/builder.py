@@ -115,7 +115,7 @@ class Builder:
         operands = self.operands(reader, out)
         operands[linear.COUNT] = count
         self.program.add(linear.product(reader.rows.kind), operands, scratch=reader.rows.scratch, meet=meet)
-        self.program.counts[linear_name(reader.layer.weight.kind)] += 1
+        self.program.count(linear_name(reader.layer.weight.kind), count)
 
     def operands(self, reader: Reader, out: Array) -> NDArray[np.int64]:
         """The operands of a product, bias included."""

@@ -12,7 +12,7 @@ from arctool.kernels.cpu.attention_ir import KvKind
 from arctool.kernels.cpu.attention_work import MOST_PARTS
 from arctool.kernels.cpu.operands import padded_width, rows_of
 from arctool.kernels.cpu.products import looked_up
-from arctool.kernels.registry import ATTENTION, embedding_name
+from arctool.kernels.registry import ATTENTION, SPLIT_ATTENTION, embedding_name
 from arctool.run.compiled.builder import Builder, Reader
 from arctool.run.compiled.inputs import SPLITS, TOKENS, UNITS
 from arctool.run.kv.cache import KVCache
@@ -32,7 +32,7 @@ def embed(b: Builder, x: Array) -> None:
     operands[linear.COUNT] = TOKENS
     b.program.keep(rows, weight)
     b.program.add(linear.gathering(rows.kind), operands, scratch=rows.scratch)
-    b.program.counts[embedding_name(weight.kind)] += 1
+    b.program.count(embedding_name(weight.kind))
 
 
 def attention(b: Builder, layer: Attention, norm: RMSNorm, x: Array, add: Array | None) -> Array:
@@ -109,7 +109,8 @@ def _attend(b: Builder, layer: Attention, q: Array, out: Array) -> None:
     scratch = 4 * kernel.scratch_floats(c.head_dim, share)
     b.program.add(kernel.attention(_kind(b.cache)), operands, scratch=scratch)
     b.program.add(kernel.join_parts, joins, scratch=scratch, unless=SPLITS)
-    b.program.counts[ATTENTION] += 1
+    b.program.count(ATTENTION)
+    b.program.count(SPLIT_ATTENTION, SPLITS)
 
 
 def _project(b: Builder, part: Projection, source: Array, name: str, width: int) -> Array:

@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 from arctool.kernels.cpu import experts, linear
 from arctool.kernels.cpu.operands import padded_width
 from arctool.kernels.cpu.stages import TARGET
-from arctool.kernels.registry import linear_name
+from arctool.kernels.registry import GATHERED_EXPERTS, GROUPED_EXPERTS, linear_name
 from arctool.run.compiled.builder import Builder, Reader
-from arctool.run.compiled.inputs import GATHER, GROUPS, TOKENS
+from arctool.run.compiled.inputs import GATHER, GROUPED, GROUPS, TOKENS
 from arctool.run.layers.linear import Projection
 from arctool.run.layers.moe import SparseMoe
 from arctool.run.layers.rmsnorm import RMSNorm
@@ -40,6 +40,8 @@ def mixture(b: Builder, layer: SparseMoe, norm: RMSNorm, x: Array, add: Array | 
     _product(b, gates, gate, groups, meet=False)
     _product(b, ups, up, groups)
     _pairs(b, experts.gate_pairs, gate, up, inner, layer, order, chosen, _table(b, [downs]), scratch=4 * padded_width(inner))
+    b.program.count(GATHERED_EXPERTS, GATHER)
+    b.program.count(GROUPED_EXPERTS, GROUPED)
     out, added = b.buffer("down out", hidden, pairs), b.buffer("added", hidden)
     _product(b, downs, out, groups)
     operands = np.zeros(experts.COMBINE_OPERANDS, np.int64)
@@ -123,4 +125,4 @@ def _product(b: Builder, readers: Sequence[Reader], out: Array, groups: NDArray[
         call[:] = (table.ctypes.data, groups.ctypes.data, GROUPS, readers[0].layer.weight.out_features, task)
         scratch = max(readers[e].rows.scratch for e in members)
         b.program.add(experts.grouped_product(kind), call, scratch=scratch, meet=meet and n + 1 == len(by_kind))
-        b.program.counts[linear_name(readers[members[0]].layer.weight.kind)] += 1
+        b.program.count(linear_name(readers[members[0]].layer.weight.kind))

@@ -11,9 +11,9 @@ from arctool.kernels.cpu import attention
 from arctool.kernels.cpu.attention_work import MOST_PARTS
 from arctool.run.kv.blocks import blocks_for
 
-TOKENS, UNITS, SPLITS, LOGITS, GATHER, GROUPS, NUMBERS = range(7)
-"""The numbers of a step: how many tokens, units of attention, splits, and rows that need logits; whether experts are gathered; how many
-groups the pairs of a mixture fell into, which a kernel finds."""
+TOKENS, UNITS, SPLITS, LOGITS, GATHER, GROUPED, GROUPS, NUMBERS = range(8)
+"""The numbers of a step: how many tokens, units of attention, splits, and rows that need logits; whether experts are gathered, or grouped;
+how many groups the pairs of a mixture fell into, which a kernel finds."""
 
 
 @dataclass(frozen=True)

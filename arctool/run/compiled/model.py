@@ -13,10 +13,11 @@ from numpy.typing import NDArray
 
 from arctool.kernels.cpu.attention_work import units_of
 from arctool.kernels.policy import choose_experts
+from arctool.kernels.registry import linear_name
 from arctool.run.compiled import dense
 from arctool.run.compiled.builder import Builder
 from arctool.run.compiled.experts import mixture
-from arctool.run.compiled.inputs import GATHER, LOGITS, NUMBERS, SPLITS, TOKENS, UNITS, Inputs, StepLimits
+from arctool.run.compiled.inputs import GATHER, GROUPED, LOGITS, NUMBERS, SPLITS, TOKENS, UNITS, Inputs, StepLimits
 from arctool.run.kv.blocks import blocks_for
 from arctool.run.kv.cache import KVCache
 from arctool.run.layers.mlp import SwiGLU
@@ -26,6 +27,9 @@ from arctool.run.step import StepInputs
 __all__ = ["CompiledModel", "StepLimits"]
 
 Array = NDArray[np.float32]
+
+PAUSING = 32
+"""Tokens of a step from which it pauses between layers: 40 microseconds each are nothing then, and a large model's layer takes seconds."""
 
 
 class CompiledModel:
@@ -41,21 +45,21 @@ class CompiledModel:
         self._inputs = Inputs.of(limits, cache.block_size)
         builder = Builder(model, cache, limits, self._inputs, self._numbers)
         self.program = builder.program
-        self._states, self._logits, self._before_head = lower(builder)
+        self._states, self._logits, self._head = lower(builder)
         self._registry = model.embedding.registry
 
     def run(self, step: StepInputs) -> Array:
         """Logits f32 [rows that want them, vocab], good until the next step; keys and values are in the cache afterwards."""
         self._fill(step)
-        self.program.run()
-        self._registry.engaged(self.program.counts)
+        self.program.run(pausing=len(step.ids) >= PAUSING)
+        self._registry.engaged(self.program.engaged())
         return self._logits[: len(step.logit_rows)]
 
     def states(self, step: StepInputs) -> Array:
         """The same up to the head: what it reads, f32 [rows that want logits, hidden], good until the next step."""
         self._fill(step)
-        self.program.run(last=len(self.program) - 1)
-        self._registry.engaged(self._before_head)
+        self.program.run(last=len(self.program) - 1, pausing=len(step.ids) >= PAUSING)
+        self._registry.engaged(self.program.engaged() - self._head)
         return self._states[: len(step.logit_rows)]
 
     def _fill(self, step: StepInputs) -> None:
@@ -63,6 +67,9 @@ class CompiledModel:
         limits = self.limits
         if tokens > limits.tokens or wanted > limits.logits or len(step.spans) > limits.seqs:
             raise RuntimeError(f"a step of {tokens} tokens, {wanted} logits and {len(step.spans)} spans exceeds {limits}")
+        longest = max((span.context for span in step.spans), default=0)
+        if longest > limits.model_len:
+            raise RuntimeError(f"a step reaches {longest} tokens into a sequence and exceeds {limits}")
         tables: list[int] = []
         begins = []
         for span in step.spans:
@@ -82,19 +89,21 @@ class CompiledModel:
             buffer[: len(values)] = values
         self._numbers[[TOKENS, UNITS, SPLITS, LOGITS]] = (tokens, len(units), len(splits), wanted)
         if self._moe is not None:
-            self._numbers[GATHER] = choose_experts(tokens, self._moe.num_experts, self._moe.top_k) == "gather"
+            gathered = choose_experts(tokens, self._moe.num_experts, self._moe.top_k) == "gather"
+            self._numbers[[GATHER, GROUPED]] = (gathered, not gathered)
 
 
 def lower(b: Builder) -> tuple[Array, Array, Counter[str]]:
     """Put the whole model in order; its last kernel is the head.
 
-    Returns what the head reads, f32 [logits, hidden]; the logits; and what a run without the head engages.
+    Returns what the head reads, f32 [logits, hidden]; the logits; and what the head engages.
     """
     model, config = b.model, b.model.config
     x = b.buffer("x", config.hidden_size)
     dense.embed(b, x)
     add: Array | None = None
     for block in model.blocks:
+        b.program.pause()
         add = dense.attention(b, block.attention, block.attention_norm, x, add)
         if isinstance(block.mlp, SwiGLU):
             add = dense.mlp(b, block.mlp, block.mlp_norm, x, add)
@@ -104,7 +113,6 @@ def lower(b: Builder) -> tuple[Array, Array, Counter[str]]:
     logits = b.buffer("logits", config.vocab_size, b.limits.logits)
     head = b.reader(model.head, "head", b.limits.logits)
     b.norm(model.norm, x, add, [head], also=b.target(states, None), rows=b.inputs.logit_rows, count=LOGITS)
-    before = b.program.counts.copy()
     b.product(head, logits, LOGITS)
     b.program.seal()
-    return states[:, : config.hidden_size], logits[:, : config.vocab_size], before
+    return states[:, : config.hidden_size], logits[:, : config.vocab_size], Counter([linear_name(head.layer.weight.kind)])

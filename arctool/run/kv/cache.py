@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -78,8 +79,12 @@ class KVCache:
         self.dtype = dtype
         head = (num_blocks, config.num_kv_heads)
         keys, values = (*head, block_size // LANES, config.head_dim, LANES), (*head, block_size, value_pitch(config.head_dim))
-        self.keys = [torch.empty(keys, dtype=dtype) for _ in range(config.num_layers)]
-        self.values = [torch.empty(values, dtype=dtype) for _ in range(config.num_layers)]
+        try:
+            self.keys = [torch.empty(keys, dtype=dtype) for _ in range(config.num_layers)]
+            self.values = [torch.empty(values, dtype=dtype) for _ in range(config.num_layers)]
+        except RuntimeError as error:  # torch's word for memory that the machine does not have
+            size = config.num_layers * (math.prod(keys) + math.prod(values)) * dtype.itemsize
+            raise UsageError(f"kv_memory: this machine cannot give {size} bytes to the cache; ask for less") from error
 
     def copy_blocks(self, pairs: Iterable[tuple[int, int]]) -> None:
         """Copy whole blocks, (source, target) each."""
