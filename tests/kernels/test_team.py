@@ -12,7 +12,11 @@ from arctool.kernels.cpu.ir import dot_oracle, fma_oracle
 from arctool.kernels.cpu.jit import entry, jit
 from arctool.kernels.cpu.memory import i64_at, take
 from arctool.kernels.cpu.program import Program
+from arctool.kernels.cpu.streams_ir import OVERRUN, direct_dot, expander
 from arctool.kernels.cpu.tile_ir import tile
+from arctool.quant.codebooks import RUNGS
+from arctool.quant.tensor import TrellisTensor
+from arctool.quant.trellis import pack_symbols
 
 
 @entry
@@ -83,6 +87,29 @@ def test_a_tile_of_any_shape_gives_the_bits_of_the_oracle(rows: int, tokens: int
         scales = generator.standard_normal(rows).astype(np.float32)
         want = np.stack([dot_oracle(w, token) * scales for token in x])
         np.testing.assert_array_equal(run_tile(rows, tokens, w, x, scales), want)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 4])
+@pytest.mark.parametrize("name", ["qtip2-v4", "qtip2.25-v4", "qtip4", "qtip3", "qtip2"])
+def test_rows_that_go_straight_from_their_table_give_the_bits_of_the_oracle(name: str, rows: int) -> None:
+    """Again whatever the machine's registers: as many rows as its tile has are taken at once."""
+    rung = RUNGS[name]
+    dot, width = direct_dot(rung.geometry, rows), 96
+    generator = np.random.default_rng(rows)
+    symbols = generator.integers(0, 1 << rung.geometry.k, (rows, width // rung.geometry.v))
+    weight = TrellisTensor(rung.geometry, rung.codebook(), width, pack_symbols(symbols, rung.geometry), np.ones(rows, np.float32), None)
+    packed = np.concatenate([weight.packed.reshape(-1), np.zeros(OVERRUN, np.uint8)])
+    table = np.ascontiguousarray(rung.codebook().values(rung.geometry)).reshape(-1)
+    x, scales = (generator.standard_normal(n).astype(np.float32) for n in (width, rows))
+    y = np.full(rows, np.nan, np.float32)
+
+    @jit()
+    def call(source, row_bytes, table, periods, x, scales, y):  # type: ignore[no-untyped-def]  # numba infers the types
+        dot(source, row_bytes, table, periods, x, scales, y)
+
+    periods = expander(rung.geometry, False).periods(width)
+    call(packed.ctypes.data, weight.packed.shape[1], table.ctypes.data, periods, x.ctypes.data, scales.ctypes.data, y.ctypes.data)
+    np.testing.assert_array_equal(y, dot_oracle(weight.decode(), x) * scales)
 
 
 def test_the_oracles_multiply_add_rounds_once() -> None:
