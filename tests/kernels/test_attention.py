@@ -217,7 +217,12 @@ def test_work_is_cut_by_tiles_and_only_long_contexts_of_single_queries_are_split
     ]  # fmt: skip
     assert splits.tolist() == [[41, 0, chunks]]
     assert not len(units_of([0], [long], [1], [0], [128])[1]), "a window needs few chunks"
-    many = attention_work.MOST_PARTS // chunks + 3
-    units, splits = units_of(range(many), [long] * many, [1] * many, [0] * many, [0])
-    assert len(splits) == attention_work.MOST_PARTS // chunks
-    assert (units[:, kernel.CHUNK] == -1).sum() == 3
+    spans = attention_work.MOST_SPLIT
+    far = kernel.KEY_CHUNK * (attention_work.MOST_PARTS // (spans - 3))
+    units, splits = units_of(range(spans), [far] * spans, [1] * spans, [0] * spans, [0])
+    fit = attention_work.MOST_PARTS // (far // kernel.KEY_CHUNK + 1)
+    assert 0 < fit < spans
+    assert len(splits) == fit
+    assert (units[:, kernel.CHUNK] == -1).sum() == spans - fit
+    crowd = spans + 1
+    assert not len(units_of(range(crowd), [long] * crowd, [1] * crowd, [0] * crowd, [0])[1]), "many spans keep all lanes busy anyway"
