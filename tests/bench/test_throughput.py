@@ -69,6 +69,14 @@ def test_a_real_model_is_measured_and_what_ran_is_told(tiny_llama: Path) -> None
     assert throughput(found) is not None
 
 
+def test_a_second_measurement_of_one_engine_finds_none_of_the_firsts_prompts(tiny_llama: Path) -> None:
+    with open_checkpoint(str(tiny_llama)) as checkpoint:
+        llm = LLM(checkpoint, EngineOptions(max_seqs=3))
+    for batches in ((1,), (3,), (1, 3)):
+        found = measure(llm, "tiny", Plan(batches, prompt_tokens=64, new_tokens=3, rounds=2))
+        assert [row.failure for row in found.rows] == [None] * len(batches)
+
+
 @pytest.mark.parametrize(
     ("plan", "option"),
     [

@@ -28,8 +28,8 @@ NEAR_BYTES = 40 << 10
 """Activations up to which a panel is one tile of rows: they stay in the first-level cache while panel after panel passes them."""
 
 FETCH_AHEAD = 4096
-"""Bytes of stored rows between what is asked for and what is computed, with a single token: weights stream by once, and a core that waited
-for each line would see a third of the memory's bandwidth."""
+"""Bytes of stored rows between what is asked for and what is computed, with a single token: weights stream by once, and a core should not
+wait for them line by line."""
 
 TASK_ROWS = 32
 """Rows of a task at least; a task holds whole blocks of the output's rotation."""
