@@ -9,7 +9,7 @@ MODEL  := models/smollm2-135m
 BAKED  := artifacts/smollm2-135m-$(RUNG)
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: setup demo test lint bench fuzz clean
+.PHONY: setup demo test browser lint bench fuzz clean
 
 setup: $(VENV)/.ready-dev
 
@@ -29,8 +29,15 @@ demo: $(VENV)/.ready
 	$(BIN)/arctool verify $(BAKED) --source $(MODEL)
 	$(BIN)/arctool run $(BAKED) --prompt "What is the capital of France?" --temperature 0
 
-test: $(VENV)/.ready-dev
+test: $(VENV)/.ready-dev browser
 	$(BIN)/python -m pytest
+
+# The chat page is tested in a real browser: Debian's packages where they can be installed, else whatever is on the PATH.
+browser:
+	@for tool in chromium chromedriver; do command -v $$tool > /dev/null && continue; \
+	  { apt-get update -qq && apt-get install -qq -y chromium chromium-driver > /dev/null; } || true; \
+	  command -v $$tool > /dev/null || { echo "make: $$tool is missing: install Chromium and its driver (Debian: chromium chromium-driver)" >&2; exit 1; }; \
+	done
 
 lint: $(VENV)/.ready-dev
 	$(BIN)/ruff check .

@@ -27,12 +27,16 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "uqff": frozenset({"errors", "quant"}),
     "run": frozenset({"errors", "quant", "kernels", "uqff"}),
     "bake": frozenset({"errors", "quant", "kernels", "uqff", "run"}),
+    "serve": frozenset({"errors", "quant", "kernels", "uqff", "run"}),
     "bench": frozenset({"errors", "quant", "kernels", "uqff", "run", "bake"}),
     "artifacts": frozenset({"errors", "quant", "kernels", "uqff", "run", "bake", "bench"}),
     "api": frozenset({"errors", "quant", "kernels", "uqff", "run", "bake", "bench"}),
-    "terminal": frozenset({"api", "artifacts", "errors", "quant", "kernels", "uqff", "run", "bake", "bench"}),
+    "terminal": frozenset({"api", "artifacts", "errors", "quant", "kernels", "uqff", "run", "serve", "bake", "bench"}),
     "cli_bench": frozenset({"api", "artifacts", "errors", "quant", "kernels", "uqff", "run", "bake", "bench", "terminal"}),
-    "cli": frozenset({"api", "artifacts", "errors", "quant", "kernels", "uqff", "run", "bake", "bench", "terminal", "cli_bench"}),
+    "cli_serve": frozenset({"errors", "run", "serve", "terminal"}),
+    "cli": frozenset(
+        {"api", "artifacts", "errors", "quant", "kernels", "uqff", "run", "bake", "bench", "terminal", "cli_bench", "cli_serve"}
+    ),
 }
 """Room → the rooms that it stands on. `arctool/__init__.py` is the public door: it names what the rooms offer."""
 
