@@ -12,9 +12,10 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numba
 
@@ -28,6 +29,14 @@ if TYPE_CHECKING:
     from arctool.run.llm import LLM, Prompt
 
 _log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+ENCODERS = 2
+COMPILERS = 2
+"""Threads that look at requests before the engine sees them. Constraints have their own: one may take seconds to compile."""
+POLL_SECONDS = 0.01
+"""Between two looks at a thread whose end is waited for."""
 
 
 class EngineBusy(ArctoolError):
@@ -93,7 +102,9 @@ class AsyncEngine:
         self._wake = threading.Condition()
         self._streams: dict[int, Stream] = {}
         self._names: dict[str, Stream] = {}
-        self._submitted = 0
+        self._entering = 0
+        self._encoders = ThreadPoolExecutor(ENCODERS, "arctool-encode")
+        self._compilers = ThreadPoolExecutor(COMPILERS, "arctool-compile")
         self._count = 0
         self._accepting = True
         self._stop = False
@@ -109,6 +120,11 @@ class AsyncEngine:
         return self._fault is None and self._thread.is_alive()
 
     @property
+    def fault(self) -> str | None:
+        """What the engine's thread died of, in one line."""
+        return None if self._fault is None else f"{type(self._fault).__name__}: {self._fault}"
+
+    @property
     def last_tick(self) -> float:
         """When the thread last finished a step or found itself idle, by the engine's clock; an idle engine is never late."""
         return self._clock() if self._idle() else self._last_tick
@@ -117,6 +133,15 @@ class AsyncEngine:
     def unfinished(self) -> int:
         """Requests that were accepted and have not ended."""
         return len(self._names)
+
+    @property
+    def clock(self) -> Callable[[], float]:
+        """The clock of `last_tick`."""
+        return self._clock
+
+    async def beside(self, work: Callable[[], T]) -> T:
+        """`work()` in one of the threads that encode requests: for what takes too long for an event loop. Raises EngineStopped."""
+        return await self._within(self._encoders, work)
 
     def telemetry(self) -> Telemetry:
         """What runs, waits and was done."""
@@ -128,17 +153,26 @@ class AsyncEngine:
         Raises RequestError, by field, for one that cannot be served, or whose `request_id` is in use; EngineBusy; EngineStopped.
         """
         params = SamplingParams() if params is None else params
-        self._check_admission()
-        request = await asyncio.to_thread(lambda: self._engine.check(self.llm.encode(prompt), params))
+        loop = asyncio.get_running_loop()
         with self._wake:
-            self._check_admission()
-            self._count += 1
-            name = f"request-{self._count}" if request_id is None else request_id
-            if name in self._names:
-                raise RequestError(f"request_id: {name!r:.60} is in use by a request that has not ended")
-            stream = self._names[name] = Stream(self, name, params.n, params.n, asyncio.get_running_loop())
-            self._submitted += 1
-            self._command(lambda: self._add(stream, request))
+            self.check_admission()
+            self._entering += 1
+        try:
+            ids = await self._within(self._encoders, lambda: self.llm.encode(prompt))
+            pool = self._encoders if self._engine.is_quick(params) else self._compilers
+            request = await self._within(pool, lambda: self._engine.check(ids, params))
+            with self._wake:
+                self._check_accepting()
+                self._count += 1
+                name = f"request-{self._count}" if request_id is None else request_id
+                if name in self._names:
+                    raise RequestError(f"request_id: {name!r:.60} is in use by a request that has not ended")
+                stream = self._names[name] = Stream(self, name, params.n, params.n, loop)
+                self._command(lambda: self._add(stream, request))
+        except BaseException:
+            with self._wake:
+                self._entering -= 1
+            raise
         try:
             await stream.accepted.wait()
         except BaseException:
@@ -176,25 +210,62 @@ class AsyncEngine:
             self._command(lambda: self._cancel(stream, tell=True))
         return True
 
-    async def stop(self, drain: float = 0.0) -> None:
-        """Take no more requests, give those under way `drain` seconds, abort the rest (their readers are told), end the thread."""
+    async def stop(self, drain: float = 0.0, patience: float | None = None) -> bool:
+        """Take no more requests, give those under way `drain` seconds, abort the rest (their readers are told), end the thread.
+
+        Another call may cut the time short. `patience`: seconds that the step under way then gets to end, None: as many as it needs. False
+        if it did not: readers have got EngineStopped, and the thread is left to itself.
+        """
         self._accepting = False
         end = self._clock() + drain
-        while self.healthy and not self._idle() and (left := end - self._clock()) > 0:
-            await asyncio.sleep(min(0.01, left))
+        while self.healthy and not self._stop and not self._idle() and self._clock() < end:
+            await asyncio.sleep(POLL_SECONDS)
         with self._wake:
             self._stop = True
             self._wake.notify_all()
-        await asyncio.to_thread(self._thread.join)
+        self._encoders.shutdown(wait=False, cancel_futures=True)
+        self._compilers.shutdown(wait=False, cancel_futures=True)
+        end = float("inf") if patience is None else self._clock() + patience
+        while self._thread.is_alive():
+            if self._clock() >= end:
+                self._end_all(None, EngineStopped("the engine was shut down in a step that does not end"))
+                return False
+            await asyncio.sleep(POLL_SECONDS)
+        return True
 
-    def _check_admission(self) -> None:
+    def check_admission(self, others: int = 0) -> None:
+        """Raise EngineBusy if as many wait as may, EngineStopped if nobody is let in. `others`: who is on the way here.
+
+        Who is still being looked at waits too, unless there is room to run at once.
+        """
+        self._check_accepting()
+        if self._max_queued is None:
+            return
+        now = self._engine.telemetry()
+        waiting = now.waiting + max(0, self._entering + others - max(0, self._engine.max_seqs - now.running))
+        if waiting >= self._max_queued:
+            raise EngineBusy(f"{waiting} requests are waiting, and no more than {self._max_queued} may; try again later")
+
+    def _check_accepting(self) -> None:
         if self._fault is not None:
-            raise EngineStopped(f"the engine has failed: {type(self._fault).__name__}: {self._fault}; restart it")
+            raise EngineStopped(f"the engine has failed: {self.fault}; restart it")
         if not self._accepting:
             raise EngineStopped("the engine is shutting down and takes no more requests")
-        waiting = self._submitted + self._engine.telemetry().waiting
-        if self._max_queued is not None and waiting >= self._max_queued:
-            raise EngineBusy(f"{waiting} requests are waiting, and no more than {self._max_queued} may; try again later")
+
+    async def _within(self, pool: ThreadPoolExecutor, work: Callable[[], T]) -> T:
+        """`work()` in a thread of `pool`. Raises EngineStopped if the pool was closed before it began."""
+        try:
+            future = pool.submit(work)
+        except RuntimeError:
+            self._check_accepting()
+            raise
+        try:
+            return await asyncio.wrap_future(future)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is None or not task.cancelling():  # nobody cancelled us: the work was
+                raise EngineStopped("the engine is shutting down and takes no more requests") from None
+            raise
 
     def _idle(self) -> bool:
         return not self._names and not self._commands
@@ -214,8 +285,7 @@ class AsyncEngine:
         numba.set_num_threads(self._threads)  # numba counts by thread: a new one would not have what this one's maker chose
         try:
             while self._take_commands():
-                for update in self._engine.step():
-                    self._deliver(update)
+                self._deliver(self._engine.step())
                 self._last_tick = self._clock()
             for stream in list(self._streams.values()):
                 self._cancel(stream, tell=True)
@@ -229,8 +299,8 @@ class AsyncEngine:
         """Carry out what was asked, sleeping while there is nothing to do; whether to go on."""
         with self._wake:
             while not (self._stop or self._commands or self._engine.has_work()):
-                self._last_tick = self._clock()
                 self._wake.wait()
+            self._last_tick = self._clock()  # an idle engine is never late, however long it was idle
             if self._stop:
                 return False
         while self._commands:
@@ -239,7 +309,7 @@ class AsyncEngine:
 
     def _add(self, stream: Stream, request: Checked) -> None:
         with self._wake:
-            self._submitted -= 1
+            self._entering -= 1
         if stream.samples:  # else its task has gone already
             try:
                 stream.request_id = self._engine.add(request)
@@ -248,36 +318,42 @@ class AsyncEngine:
                 stream.refusal = error
         if stream.request_id is None:
             self._names.pop(stream.name, None)
-        self._call(stream, stream.accepted.set)
+        _in_loop(stream.loop, stream.accepted.set)
 
     def _cancel(self, stream: Stream, tell: bool) -> None:
         if stream.request_id is None or self._streams.get(stream.request_id) is not stream:
             return
-        for completion in self._engine.cancel(stream.request_id):
+        for update in self._engine.cancel(stream.request_id):
             if tell:
-                self._put(stream, Update(completion.request_id, (), "", completion, completion.index))
+                self._put(stream, update)
         self._forget(stream)
 
-    def _deliver(self, update: Update) -> None:
-        stream = self._streams.get(update.request_id)
-        if stream is None:
-            return  # somebody used the engine beside us
-        if not self._put(stream, update):
-            self._cancel(stream, tell=False)
-        elif update.completion is not None:
-            stream.untold -= 1
-            if not stream.untold:
-                self._forget(stream)
+    def _deliver(self, updates: Sequence[Update]) -> None:
+        """Hand a step's updates to their readers, with one call for each event loop: waking one up costs more than its news."""
+        loops: dict[asyncio.AbstractEventLoop, list[tuple[Stream, Update]]] = {}
+        for update in updates:
+            stream = self._streams.get(update.request_id)
+            if stream is not None:  # else somebody used the engine beside us
+                loops.setdefault(stream.loop, []).append((stream, update))
+        for loop, news in loops.items():
+            told = _in_loop(loop, _put_all, news)
+            for stream, update in news:
+                if not told:
+                    self._cancel(stream, tell=False)
+                elif update.completion is not None:
+                    stream.untold -= 1
+                    if not stream.untold:
+                        self._forget(stream)
 
     def _forget(self, stream: Stream) -> None:
         if stream.request_id is not None:
-            del self._streams[stream.request_id]
+            self._streams.pop(stream.request_id, None)
         self._names.pop(stream.name, None)
 
     def _end_all(self, fault: BaseException | None, error: EngineStopped) -> None:
         """Tell everyone who still waits for something, and everyone whose request was never looked at."""
         with self._wake:
-            self._fault, self._accepting = fault, False
+            self._fault, self._accepting = self._fault or fault, False
             streams = list(self._names.values())
             self._names.clear()
             self._streams.clear()
@@ -285,15 +361,21 @@ class AsyncEngine:
         for stream in streams:
             stream.refusal = error
             self._put(stream, error)
-            self._call(stream, stream.accepted.set)
+            _in_loop(stream.loop, stream.accepted.set)
 
     def _put(self, stream: Stream, item: Update | Exception) -> bool:
-        return self._call(stream, stream.received.put_nowait, item)
+        return _in_loop(stream.loop, stream.received.put_nowait, item)
 
-    def _call(self, stream: Stream, function: Callable[..., object], *arguments: Any) -> bool:
-        """Call `function` in the stream's event loop; False if that is closed, and nobody is left to tell."""
-        try:
-            stream.loop.call_soon_threadsafe(function, *arguments)
-        except RuntimeError:
-            return False
-        return True
+
+def _put_all(news: Sequence[tuple[Stream, Update]]) -> None:
+    for stream, update in news:
+        stream.received.put_nowait(update)
+
+
+def _in_loop(loop: asyncio.AbstractEventLoop, function: Callable[..., object], *arguments: Any) -> bool:
+    """Call `function` in an event loop from another thread; False if that is closed, and nobody is left to tell."""
+    try:
+        loop.call_soon_threadsafe(function, *arguments)
+    except RuntimeError:
+        return False
+    return True

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
+from jinja2 import meta
 from jinja2.exceptions import TemplateError
 
 from arctool.errors import RequestError, SourceError
@@ -32,14 +33,26 @@ class ChatTemplate:
         self._environment.globals["raise_exception"] = raise_exception
         self._environment.globals["strftime_now"] = lambda form: _date(now(), form)
         self._special = dict(special)
+        self._source = source
         try:
             self._template = self._environment.from_string(source)
         except Exception as error:  # a stranger's text: whatever Jinja and Python's compiler make of it, it is no template
             raise SourceError(f"chat template: does not compile: {_reason(error)}") from error
 
-    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **variables: Any) -> str:
-        """The prompt for `messages`. Raises RequestError if they are malformed, or the template refuses, fails or runs away."""
+    @property
+    def source(self) -> str:
+        """The template's own text."""
+        return self._source
+
+    def render(self, messages: Sequence[Message], /, *, add_generation_prompt: bool = True, **variables: Any) -> str:
+        """The prompt for `messages`. Raises RequestError if they are malformed, or the template refuses, fails or runs away.
+
+        `variables` are the template's to read; what it knows anyway (messages, special tokens, functions) they cannot replace.
+        """
         check_messages(messages)
+        for name in variables:
+            if name in ("messages", "self") or name in self._special or name in self._environment.globals:
+                raise RequestError(f"variables: {name!r:.60} is not a caller's to set")
         self._environment.restart()
         context = {**self._special, **variables, "messages": list(messages), "add_generation_prompt": add_generation_prompt}
         pieces: list[str] = []
@@ -55,6 +68,18 @@ class ChatTemplate:
         except Exception as error:  # a stranger's program: any failure of it is this request's, never the engine's
             raise RequestError(f"chat template: {_reason(error)}") from error
         return "".join(pieces)
+
+
+def template_variables(source: str) -> frozenset[str]:
+    """The names that a template takes from outside, wherever it reads them: `tools` is among them where it has a place for tools.
+
+    Names that it only sets itself, attributes and words in its text are not. Raises SourceError if it does not compile.
+    """
+    environment = MeteredEnvironment()
+    try:
+        return frozenset(meta.find_undeclared_variables(environment.parse(source)))
+    except Exception as error:  # as in ChatTemplate
+        raise SourceError(f"chat template: does not compile: {_reason(error)}") from error
 
 
 def load_template(assets: Mapping[str, bytes], special: Mapping[str, str]) -> ChatTemplate | None:

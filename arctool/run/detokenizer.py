@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
 from arctool.run.tokenizer import Tokenizer
@@ -16,16 +16,18 @@ class StreamDecoder:
 
     A token's text may depend on the token before it (a leading space), so every piece is the difference of two decodings that
     start at the same earlier token. Text that ends in a replacement character is held back: the next token may complete it.
+    `shown`: special tokens that are part of the text all the same.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, shown: Set[int] = frozenset()) -> None:
         self._tokenizer = tokenizer
+        self._shown = shown
         self._window: list[int] = []
         self._emitted = 0  # tokens of the window whose text has left
 
     def push(self, token: int) -> str:
         """The text that `token` makes certain; often "" for one that ends inside a character."""
-        if self._tokenizer.is_hidden(token):
+        if self._tokenizer.is_hidden(token, self._shown):
             return ""
         self._window.append(token)
         known, text = self._decoded()
@@ -42,7 +44,8 @@ class StreamDecoder:
         return text[len(known) :]
 
     def _decoded(self) -> tuple[str, str]:
-        return self._tokenizer.decode(self._window[: self._emitted]), self._tokenizer.decode(self._window)
+        known = self._tokenizer.decode(self._window[: self._emitted], self._shown)
+        return known, self._tokenizer.decode(self._window, self._shown)
 
 
 @dataclass(frozen=True)
@@ -56,10 +59,11 @@ class Piece:
 class StopStrings:
     """Cuts a stream of text before the stop string that ends earliest (of several that end together, the longest).
 
-    `include`: cuts behind it instead.
+    `include`: cuts behind it instead. `found`: that stop string, once it has come.
     """
 
     def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
+        self.found: str | None = None
         self._stops = tuple(stops)
         self._include = include
         self._held = ""
@@ -72,6 +76,7 @@ class StopStrings:
         found = [(at + len(stop), -len(stop)) for stop in self._stops if (at := buffer.find(stop)) >= 0]
         if found:
             end, negative_length = min(found)
+            self.found = buffer[end + negative_length : end]
             self._held = ""
             return Piece(buffer[: end if self._include else end + negative_length], True)
         keep = self._longest_head(buffer)

@@ -73,6 +73,7 @@ class Engine:
         identity = f"{runner.model.config} {plan}"
         self.scheduler = Scheduler(limits, Paging(plan.num_blocks, plan.block_size, identity, enable_prefix_caching))
         self.max_model_len = limits.longest
+        self.max_seqs = max_seqs
         self._eos = frozenset(eos_token_ids)
         self._vocab_size = runner.model.config.vocab_size
         # A model may have more rows than its tokenizer has tokens; those mean nothing and are never chosen.
@@ -94,17 +95,22 @@ class Engine:
 
         Raises RequestError, by field, for one that cannot be served.
         """
+        arrived = self._clock()
         prompt = self._checked_prompt(prompt_ids)
         room = self.max_model_len - len(prompt)
         max_tokens = room if params.max_tokens is None else params.max_tokens
         self.scheduler.check_fits(len(prompt), max_tokens)
         check_for_model(params, choices=self._choices, room=room, has_text=self.tokenizer is not None)
         states = tuple(open_state(params, prompt, self._grammars) for _ in range(params.n))
-        return Checked(prompt, params, max_tokens, secrets.randbits(64) if params.seed is None else params.seed, states)
+        return Checked(prompt, params, max_tokens, secrets.randbits(64) if params.seed is None else params.seed, states, arrived)
+
+    def is_quick(self, params: SamplingParams) -> bool:
+        """Whether `check` has no constraint to compile. Any thread may ask."""
+        return params.constraint is None or self._grammars.has(params.constraint)
 
     def add(self, request: Checked) -> int:
         """Queue a request that `check` has accepted; returns its id. Add it once: its samples' states move with it."""
-        now, samples = self._clock(), []
+        samples = []
         for index, state in enumerate(request.states):
             sequence = Sequence(
                 id=self._next_sequence + index,
@@ -116,7 +122,7 @@ class Engine:
                 index=index,
                 state=state,
             )
-            samples.append(new_sample(self._next_request, sequence, self.tokenizer, now))
+            samples.append(new_sample(self._next_request, sequence, self.tokenizer, request.arrived))
         self.scheduler.add(samples[0].sequence)  # the others start where its prompt ends
         self._requests[self._next_request] = samples
         self._samples.update((s.sequence.id, s) for s in samples)
@@ -141,6 +147,7 @@ class Engine:
         step = self.scheduler.schedule()
         if not step.work:
             return []
+        self._note_start(step.admitted)
         try:
             rows = self._run(step)
         except INTERRUPTIONS:
@@ -152,10 +159,10 @@ class Engine:
             return self._post(self._fail(step, f"the engine failed in a step of this request: {type(error).__name__}: {error}"))
         return self._post(self._postprocess(step, rows))
 
-    def cancel(self, request_id: int) -> tuple[Completion, ...]:
-        """End a request and free its blocks; the completions of its unfinished samples, none if it is not (or no longer) known."""
-        samples = self._requests.get(request_id, ())
-        return tuple(self._finish(s, FinishReason.ABORT) for s in list(samples) if s.sequence.status is not Status.FINISHED)
+    def cancel(self, request_id: int) -> tuple[Update, ...]:
+        """End a request and free its blocks; the last updates of its unfinished samples, none if it is not (or no longer) known."""
+        samples = [s for s in self._requests.get(request_id, ()) if s.sequence.status is not Status.FINISHED]
+        return tuple(Update(request_id, (), s.cut(), self._finish(s, FinishReason.ABORT), s.sequence.index) for s in samples)
 
     def stream(self, prompts: Ordered[Ordered[int]], params: Ordered[SamplingParams]) -> Iterator[Update]:
         """Serve the prompts together; yields updates as they come. All are checked first; closing the iterator cancels all.
@@ -184,6 +191,7 @@ class Engine:
         return sorted(done, key=lambda completion: (completion.request_id, completion.index))
 
     def _checked_prompt(self, prompt_ids: Ordered[int]) -> tuple[int, ...]:
+        self.scheduler.check_fits(len(prompt_ids), 1)  # before anybody looks at a million ids
         prompt: list[int] = []
         for token in prompt_ids:
             known = as_token_id(token)
@@ -193,6 +201,13 @@ class Engine:
         if not prompt:
             raise RequestError("prompt: expected at least one token, found none")
         return tuple(prompt)
+
+    def _note_start(self, admitted: Ordered[Sequence]) -> None:
+        """A request's samples start together, because they share its prompt; one that was preempted has started before."""
+        for sequence in admitted:
+            for one in self._requests[self._samples[sequence.id].request_id]:
+                if one.scheduled is None:
+                    one.scheduled = self._clock()
 
     def _run(self, step: Step) -> list[Row]:
         """Compute the step and sample it: a row for every sequence that emits, and for every sibling that starts at its prompt's end."""
@@ -218,6 +233,7 @@ class Engine:
     def _postprocess(self, step: Step, rows: list[Row]) -> list[Update]:
         """What was computed is in the cache for good, unless its logits were of no use; every row gets its token or its error."""
         failed = {row.sample.sequence.id for row in rows if row.result.token is None}
+        self.scheduler.count_sampled(len(rows) - len(failed), sum(row.result.corrupted for row in rows))
         for sequence, item in step.work:
             if sequence.id not in failed:
                 self.scheduler.commit(sequence, item.last)
@@ -234,14 +250,16 @@ class Engine:
         try:
             text, reason = one.accept(row.result, self._eos, self._clock)
         except RequestError as error:  # a tokenizer that cannot decode its own tokens fails this sample, not its neighbours
-            return Update(one.request_id, (token,), "", self._finish(one, FinishReason.ERROR, str(error)), index)
+            return Update(one.request_id, (token,), "", self._finish(one, FinishReason.ERROR, str(error)), index, one.last_token)
         except INTERRUPTIONS:
             raise
         except BaseException as error:  # so does whatever else goes wrong with one token: the others are in the cache already
             _log.exception("a token of request %d could not be accepted", one.request_id)
             message = f"the engine failed to accept a token of this request: {type(error).__name__}: {error}"
-            return Update(one.request_id, (token,), "", self._finish(one, FinishReason.ERROR, message), index)
-        return Update(one.request_id, (token,), text, None if reason is None else self._finish(one, reason), index)
+            return Update(one.request_id, (token,), "", self._finish(one, FinishReason.ERROR, message), index, one.last_token)
+        logprobs = () if row.result.logprobs is None else (row.result.logprobs,)
+        completion = None if reason is None else self._finish(one, reason)
+        return Update(one.request_id, (token,), text, completion, index, one.last_token, logprobs)
 
     def _fail(self, step: Step, error: str) -> list[Update]:
         """End every request that has a sequence in the step."""

@@ -44,7 +44,8 @@ class EngineOptions:
     """Sizes of the engine. `max_model_len` None: the model's whole context, as far as the cache reaches (`kv.cache.plan_cache`).
 
     `max_seqs` run at once, if the cache has room: it takes `kv_memory` at most (bytes, or "2GiB", the default; touched only when used).
-    `max_step_tokens` are computed in one step; prompts get at least half of it in every `prefill_floor`-th step.
+    `max_step_tokens` are computed in one step; prompts get at least half of it in every `prefill_floor`-th step. `resident`: an artifact's
+    weights are read into memory instead of mapped.
     """
 
     max_model_len: int | None = None
@@ -55,6 +56,7 @@ class EngineOptions:
     max_step_tokens: int = MAX_STEP_TOKENS
     prefill_floor: int = PREFILL_FLOOR
     enable_prefix_caching: bool = True
+    resident: bool = False
 
 
 class ArtifactSource:
@@ -103,7 +105,7 @@ class LLM:
 
     def __init__(self, source: str | Path | WeightSource, options: EngineOptions | None = None, registry: Registry | None = None) -> None:
         options = EngineOptions() if options is None else options
-        weights = ArtifactSource(open_artifact(Path(source))) if isinstance(source, str | Path) else source
+        weights = ArtifactSource(open_artifact(Path(source), resident=options.resident)) if isinstance(source, str | Path) else source
         self.config = weights.config
         self.registry = default_registry() if registry is None else registry
         self.tokenizer = Tokenizer(weights.assets, self.config.vocab_size) if TOKENIZER_FILE in weights.assets else None
@@ -111,6 +113,7 @@ class LLM:
         if self.tokenizer is not None:
             self.template = load_template(weights.assets, self.tokenizer.special)
         self.eos_token_ids = stop_tokens(self.config, weights.assets, self.tokenizer)
+        self.generation = generation_defaults(weights.assets)
         plan = plan_cache(
             self.config,
             max_model_len=options.max_model_len,
@@ -153,27 +156,53 @@ class LLM:
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a plain prompt, with the special tokens that the tokenizer puts around text."""
-        if not isinstance(prompt, str):
-            return list(prompt)
-        check_length(prompt, "prompt")
+        return self.encode_text(prompt) if isinstance(prompt, str) else list(prompt)
+
+    def encode_text(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text; a rendered conversation brings its special tokens with it."""
+        check_length(text, "prompt")
         if self.tokenizer is None:
             raise RequestError(f"prompt: this model came without {TOKENIZER_FILE}; give token ids")
-        return self.tokenizer.encode(prompt, add_special_tokens=True)
+        most = self.engine.max_model_len * self.tokenizer.longest
+        if len(text) > most:  # tokenising it would take seconds, and say the same
+            context = f"the context of {self.engine.max_model_len} tokens"
+            raise RequestError(f"prompt: {len(text)} characters; {context} holds at most {most} characters, shorten it")
+        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
-    def encode_chat(self, messages: Ordered[Message], **variables: Any) -> list[int]:
+    def encode_chat(self, messages: Ordered[Message], /, **variables: Any) -> list[int]:
         """Token ids of a conversation, rendered by the model's own template."""
+        return self.encode_text(self.render_chat(messages, **variables), add_special_tokens=False)
+
+    def render_chat(self, messages: Ordered[Message], /, **variables: Any) -> str:
+        """The text of the prompt for a conversation, by the model's own template. One thread at a time may ask."""
         for message in messages:
             if isinstance(message, Mapping):
                 check_length(message.get("content"), "messages: content")
         if self.tokenizer is None or self.template is None:
             raise RequestError("messages: this model has no chat template; use plain completion of a prompt instead")
-        return self.tokenizer.encode(self.template.render(messages, **variables), add_special_tokens=False)
+        return self.template.render(messages, **variables)
 
 
 def check_length(text: object, what: str) -> None:
     """Raise RequestError for a text that no context could hold, before any template or tokenizer spends time on it."""
     if isinstance(text, str) and len(text) > MAX_PROMPT_CHARACTERS:
         raise RequestError(f"{what}: {len(text)} characters; at most {MAX_PROMPT_CHARACTERS} are accepted, shorten it")
+
+
+def generation_defaults(assets: Mapping[str, bytes]) -> dict[str, float]:
+    """What the model's makers advise for sampling (generation_config.json): field of SamplingParams → value. What cannot be is left out."""
+    advice = json_asset(assets, GENERATION_FILE)
+    found: dict[str, float] = {}
+    for name in ("temperature", "top_p", "top_k", "min_p", "typical_p", "repetition_penalty"):
+        value = advice.get(name)
+        if value is None or isinstance(value, bool):
+            continue
+        try:
+            SamplingParams(**{name: value})
+        except RequestError:
+            continue
+        found[name] = value
+    return found
 
 
 def stop_tokens(config: ModelConfig, assets: Mapping[str, bytes], tokenizer: Tokenizer | None) -> tuple[int, ...]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Set
 from dataclasses import dataclass, field
 
-from arctool.run.detokenizer import StopStrings, StreamDecoder
+from arctool.errors import RequestError
+from arctool.run.detokenizer import Piece, StopStrings, StreamDecoder
 from arctool.run.sampling.params import SamplingParams
 from arctool.run.sampling.sampler import Sampled, TokenLogprobs
 from arctool.run.sampling.state import RowState
@@ -15,10 +16,17 @@ from arctool.run.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds on a monotonic clock, from the arrival of the request: until its first token (None: there was none), and in all."""
+    """Seconds from the arrival of the request: until its first token (None: there was none), and in all.
+
+    `scheduled`: until it first ran (None: it never did); `last_token`: until its last token. `arrived`: when, on the engine's monotonic
+    clock, the engine first saw it; what it waited for before it could be queued, such as its grammar, counts as waiting.
+    """
 
     first_token: float | None
     total: float
+    scheduled: float | None = None
+    last_token: float | None = None
+    arrived: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -26,6 +34,7 @@ class Completion:
     """A finished sample of a request. `token_ids` holds every generated token, an end token included; `text` has no stop string in it.
 
     `index`: which of the request's `n` samples it is. `cached_tokens`: how many tokens of the prompt the prefix cache had.
+    `stopped_by`: the stop string that ended it, None where something else did.
     """
 
     request_id: int
@@ -38,28 +47,39 @@ class Completion:
     error: str | None = None
     index: int = 0
     cached_tokens: int = 0
+    stopped_by: str | None = None
 
 
 @dataclass(frozen=True)
 class Update:
-    """What one step brought for sample `index` of a request: new tokens, the text that became certain, the completion if it has ended."""
+    """What one step brought for sample `index` of a request: new tokens, the text that became certain, the completion if it has ended.
+
+    `logprobs`: one for each of `token_ids` if the request asked for them, else none.
+    `time`: when the tokens were chosen, on the engine's monotonic clock (None: there are none), however late somebody reads of it.
+    """
 
     request_id: int
     token_ids: tuple[int, ...]
     text: str
     completion: Completion | None = None
     index: int = 0
+    time: float | None = None
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True)
 class Checked:
-    """A request that can be served: nothing in it is left open. `states`: what the sampler will remember, of each sample."""
+    """A request that can be served: nothing in it is left open. `states`: what the sampler will remember, of each sample.
+
+    `arrived`: when the engine began to check it.
+    """
 
     prompt_ids: tuple[int, ...]
     params: SamplingParams
     max_tokens: int
     seed: int
     states: tuple[RowState, ...]
+    arrived: float
 
 
 @dataclass
@@ -71,7 +91,9 @@ class Sample:
     decoder: StreamDecoder | None
     stops: StopStrings
     arrived: float
+    scheduled: float | None = None
     first_token: float | None = None
+    last_token: float | None = None
     pieces: list[str] = field(default_factory=list)
 
     def accept(self, result: Sampled, ends: Set[int], clock: Callable[[], float]) -> tuple[str, FinishReason | None]:
@@ -82,16 +104,31 @@ class Sample:
         sequence = self.sequence
         if result.token is None:
             raise ValueError("a row without a token cannot be accepted")
+        self.last_token = clock()
+        if self.first_token is None:
+            self.first_token = self.last_token
         sequence.output_ids.append(result.token)
         sequence.state.push(result.token)
         if result.logprobs is not None:
             sequence.logprobs.append(result.logprobs)
-        if self.first_token is None:
-            self.first_token = clock()
         text, reason = self._text_and_reason(result.token, ends)
         if text:
             self.pieces.append(text)
         return text, reason
+
+    def cut(self) -> str:
+        """The sample ends here, for a reason that is not in its text: what was held back of that, and is text after all."""
+        if self.decoder is None:
+            return ""
+        too_short = len(self.sequence.output_ids) < self.sequence.params.min_tokens
+        try:
+            last = self.stops.push(self.decoder.flush(), too_short=too_short)
+        except RequestError:  # tokens that the tokenizer cannot decode: they have no text
+            last = Piece("", False)
+        text = last.text if last.stopped else last.text + self.stops.flush()
+        if text:
+            self.pieces.append(text)
+        return text
 
     def completion(self, now: float) -> Completion:
         """What became of it, once its sequence has ended."""
@@ -105,11 +142,21 @@ class Sample:
             text="".join(self.pieces),
             finish_reason=sequence.finish_reason,
             logprobs=None if sequence.params.logprobs is None else tuple(sequence.logprobs),
-            timing=Timing(None if self.first_token is None else self.first_token - self.arrived, now - self.arrived),
+            timing=Timing(
+                self._since_arrival(self.first_token),
+                now - self.arrived,
+                self._since_arrival(self.scheduled),
+                self._since_arrival(self.last_token),
+                self.arrived,
+            ),
             error=sequence.error,
             index=sequence.index,
             cached_tokens=sequence.hit,
+            stopped_by=self.stops.found if sequence.finish_reason is FinishReason.STOP else None,
         )
+
+    def _since_arrival(self, moment: float | None) -> float | None:
+        return None if moment is None else moment - self.arrived
 
     def _text_and_reason(self, token: int, ends: Set[int]) -> tuple[str, FinishReason | None]:
         sequence, params = self.sequence, self.sequence.params
@@ -136,6 +183,6 @@ class Sample:
 
 def new_sample(request_id: int, sequence: Sequence, tokenizer: Tokenizer | None, arrived: float) -> Sample:
     """A sample that has no tokens yet. Without a tokenizer its text stays empty."""
-    decoder = None if tokenizer is None else StreamDecoder(tokenizer)
+    decoder = None if tokenizer is None else StreamDecoder(tokenizer, frozenset(sequence.params.shown_token_ids))
     stops = StopStrings(sequence.params.stop, include=sequence.params.include_stop_str_in_output)
     return Sample(request_id, sequence, decoder, stops, arrived)

@@ -158,10 +158,11 @@ def _next_work(view: View, most: int) -> Work:
 
 @dataclass(frozen=True)
 class Step:
-    """A plan carried out: the sequences with their work, and the blocks to copy, in this order, before it runs."""
+    """A plan carried out: the sequences with their work, the blocks to copy, in this order, before it runs, and who has just started."""
 
     work: tuple[tuple[Sequence, Work], ...] = ()
     copies: tuple[Copy, ...] = ()
+    admitted: tuple[Sequence, ...] = ()
 
 
 class Scheduler:
@@ -233,7 +234,7 @@ class Scheduler:
         decoded = len({view.id for view in views if view.decoding} & {item.id for item in planned.work})
         self._last = StepStats(preempted, sum(item.tokens for item in planned.work) - decoded, decoded)
         self._totals = self._totals.plus(self._last)
-        return Step(work, tuple(copies))
+        return Step(work, tuple(copies), tuple(by_id[i] for i in planned.admitted))
 
     def commit(self, sequence: Sequence, computed: int) -> None:
         """The first `computed` tokens of `sequence` are computed and accepted; from now on others may find the blocks they fill."""
@@ -255,7 +256,12 @@ class Scheduler:
         if sequence.status is not Status.PENDING:
             self._remove(self.running if sequence.status is Status.RUNNING else self.waiting, sequence)
         sequence.status, sequence.finish_reason, sequence.error = Status.FINISHED, reason, error
+        self._totals = self._totals.ended(reason)
         self.paging.release(sequence.table)
+
+    def count_sampled(self, tokens: int, corrupted: int) -> None:
+        """Let telemetry know what came of the last step's logits."""
+        self._totals = self._totals.sampled(tokens, corrupted)
 
     def live(self) -> Iterable[Sequence]:
         """Every sequence that is queued or runs."""
@@ -264,6 +270,10 @@ class Scheduler:
     def telemetry(self) -> Telemetry:
         """How things stand now, what the last step did, and all steps together."""
         return Telemetry(len(self.running), len(self.waiting), self.paging.use, self._last, self._totals)
+
+    def count_anew(self) -> None:
+        """Forget what was counted so far: it was no traffic."""
+        self._last, self._totals = StepStats(), Totals()
 
     def check(self) -> None:
         """Raise RuntimeError unless queues, blocks, prefix cache and tables agree."""

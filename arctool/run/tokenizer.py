@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from typing import Any
 
 import tokenizers
@@ -26,14 +26,21 @@ class Tokenizer:
         self._tokenizer = _parse(assets[TOKENIZER_FILE])
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
-        ids = self._tokenizer.get_vocab(with_added_tokens=True).values()
-        self.size = max(ids, default=-1) + 1
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        self.longest = max(map(len, vocabulary), default=0)
+        """Characters of the longest token. A token that stands for part of a character counts as more than it has of it."""
+        self.size = max(vocabulary.values(), default=-1) + 1
         """One more than the highest token id; a model may have more rows, which mean nothing."""
         if not 0 < self.size <= vocab_size:
             raise SourceError(f"{TOKENIZER_FILE}: expected 1 to {vocab_size} tokens (vocab_size of config.json), found {self.size}")
         # tokenizer_config.json is the newer of the two; some models name their special tokens in the other only.
         self.special = {name: token for file in (SPECIAL_FILE, CONFIG_FILE) for name, token in _special_tokens(assets, file).items()}
-        self._hidden = frozenset(i for i, t in self._tokenizer.get_added_tokens_decoder().items() if t.special)
+        added = self._tokenizer.get_added_tokens_decoder()
+        self.added = {t.content: i for i, t in added.items()}
+        """Tokens that stand beside the vocabulary, by their text: the special ones, and others that are never split."""
+        self._names = {i: t.content for i, t in added.items()}
+        self._spelling = _spelling(self._tokenizer)
+        self._hidden = frozenset(i for i, t in added.items() if t.special)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """`add_special_tokens` for plain text; a rendered chat brings its own, and a second BOS would follow from adding them.
@@ -47,18 +54,32 @@ class Tokenizer:
         encoding = _guarded("prompt: cannot be encoded", lambda: self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
         return list(encoding.ids)
 
-    def decode(self, ids: list[int]) -> str:
-        """The text of `ids` without special tokens; ids without a token give nothing. Raises RequestError where decoding fails."""
-        return str(_guarded("token ids: cannot be decoded", lambda: self._tokenizer.decode(ids, skip_special_tokens=True)))
+    def decode(self, ids: list[int], shown: Set[int] = frozenset()) -> str:
+        """The text of `ids` without special tokens, but for those in `shown`; ids without a token give nothing.
+
+        Raises RequestError where decoding fails.
+        """
+        kept = [i for i in ids if not self.is_hidden(i, shown)] if shown else ids
+        return str(_guarded("token ids: cannot be decoded", lambda: self._tokenizer.decode(kept, skip_special_tokens=not shown)))
 
     def token_id(self, token: str) -> int | None:
         """The id of a token given by its text."""
         found = self._tokenizer.token_to_id(token)
         return None if found is None else int(found)
 
-    def is_hidden(self, token: int) -> bool:
-        """Whether a token is special, and so never part of the text."""
-        return token in self._hidden
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes that one token stands for, a special one's name included; put together, those of a text are its UTF-8.
+
+        A token may be part of a character. Ids without a token give nothing.
+        """
+        if token in self._names:
+            return self._names[token].encode()
+        text = self._tokenizer.id_to_token(token)
+        return b"" if text is None else self._spelling(str(text))
+
+    def is_hidden(self, token: int, shown: Set[int] = frozenset()) -> bool:
+        """Whether a token is special, and so not part of a text that does not ask for it by `shown`."""
+        return token in self._hidden and token not in shown
 
     def to_json(self) -> str:
         """The text of a tokenizer.json, for libraries that read one themselves."""
@@ -69,6 +90,29 @@ class Tokenizer:
         """The id of the end token that the tokenizer itself names."""
         found = self.token_id(self.special["eos_token"]) if "eos_token" in self.special else None
         return () if found is None else (found,)
+
+
+def _spelling(tokenizer: tokenizers.Tokenizer) -> Callable[[str], bytes]:
+    """From the text of a token in the vocabulary to its bytes: byte-level BPE writes every byte as a character of its own (GPT-2),
+    SentencePiece a space as ▁ and bytes that no token has as <0xE2>."""
+    decoder = json.dumps(json.loads(tokenizer.to_str()).get("decoder"))
+    if '"ByteLevel"' in decoder:
+        bytes_of = _gpt2_bytes()
+        return lambda text: b"".join(bytes_of.get(c) or c.encode() for c in text)
+
+    def of_sentencepiece(text: str) -> bytes:
+        if len(text) == 6 and text.startswith("<0x") and text.endswith(">"):
+            return bytes.fromhex(text[3:5])
+        return text.replace("\u2581", " ").encode()
+
+    return of_sentencepiece
+
+
+def _gpt2_bytes() -> dict[str, bytes]:
+    """Character → byte of byte-level BPE: printable Latin-1 stands for itself, the others follow from U+0100 on (GPT-2's encoder)."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {**{chr(byte): bytes([byte]) for byte in printable}, **{chr(256 + i): bytes([byte]) for i, byte in enumerate(others)}}
 
 
 def json_asset(assets: Mapping[str, bytes], name: str) -> dict[str, Any]:

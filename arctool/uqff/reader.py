@@ -52,14 +52,17 @@ class AssetFiles(Mapping[str, bytes]):
 class Artifact:
     """An open artifact. Not for writing; arrays that it gives out are views of mapped files where alignment allows."""
 
-    def __init__(self, path: Path) -> None:
-        """Open the files that `path` means; check names, versions, headers. Raises StorageError, UsageError, FormatError."""
+    def __init__(self, path: Path, *, resident: bool = False) -> None:
+        """Open the files that `path` means; check names, versions, headers. Raises StorageError, UsageError, FormatError.
+
+        `resident`: weights are read into memory, so that what happens to the files later cannot reach them.
+        """
         found = discover(path)
         self.directory: Final[Path] = found.directory
         self.report: Final[Report | None] = found.report
         self.output: Final[Output | None] = found.output
-        self.shards: Final = tuple(Shard(inside(found.directory, name)) for name in found.shards)
-        self.residual_shard: Final = Shard(inside(found.directory, RESIDUAL_NAME))
+        self.shards: Final = tuple(Shard(inside(found.directory, name), resident=resident) for name in found.shards)
+        self.residual_shard: Final = Shard(inside(found.directory, RESIDUAL_NAME), resident=resident)
         self.config_json: Final[dict[str, Any]] = read_config(found.directory)
         self.assets: Final[Mapping[str, bytes]] = AssetFiles(found.directory, asset_names(found.directory, found.report))
         self.version: Final = _read_version(self.shards)
@@ -166,9 +169,9 @@ class Artifact:
                 raise FormatError(f"{self.residual_shard.path}: {name} belongs to layer {split[0]} of the shards")
 
 
-def open_artifact(path: Path) -> Artifact:
+def open_artifact(path: Path, *, resident: bool = False) -> Artifact:
     """Open the artifact at `path`: its directory, one of its `.uqff` shards, or its report. See `Artifact`."""
-    return Artifact(Path(path))
+    return Artifact(Path(path), resident=resident)
 
 
 def _index(shards: tuple[Shard, ...]) -> tuple[dict[str, dict[str, Shard]], dict[str, Shard]]:

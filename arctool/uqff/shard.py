@@ -6,7 +6,7 @@ import hashlib
 import mmap
 import os
 from pathlib import Path
-from typing import Final
+from typing import BinaryIO, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,21 +19,29 @@ from arctool.uqff.header import Header, parse_header
 HASHED: Final = 1 << 24
 """Bytes that are hashed before their pages are given back."""
 
+READ_BYTES: Final = 1 << 26
+"""Bytes that are read at a time, so that Ctrl-C is heard."""
+
 
 class Shard:
     """An open safetensors file. Arrays handed out are read-only views of the mapping and stay valid after `close`."""
 
-    def __init__(self, path: Path) -> None:
-        """Map `path` and check its header; no tensor is read. Raises StorageError, FormatError."""
+    def __init__(self, path: Path, *, resident: bool = False) -> None:
+        """Map `path` and check its header; no tensor is read. Raises StorageError, FormatError.
+
+        `resident`: read all of it into memory instead, which no later change of the file reaches.
+        """
         self.path: Final = path
         with storage_errors(path, "read"), path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             if size == 0:
                 raise FormatError(f"{path}: the file is empty")
-            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            mapped = read_whole(file, size, path) if resident else mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         self.header: Final[Header] = parse_header(memoryview(mapped), str(path))
         self._map: Final = mapped
         self._bytes: NDArray[np.uint8] | None = np.frombuffer(mapped, np.uint8)
+        self._bytes.flags.writeable = False
+        self._resident: Final = resident
 
     @property
     def size(self) -> int:
@@ -59,7 +67,7 @@ class Shard:
         info, start = self.header.tensors[name], self.header.data_start
         first, last = start + info.begin, start + info.end
         page = mmap.PAGESIZE
-        if self._bytes is not None and last > first:
+        if self._bytes is not None and last > first and not self._resident:
             self._map.madvise(mmap.MADV_DONTNEED, first // page * page, last - first // page * page)
 
     def header_sha256(self) -> str:
@@ -74,3 +82,15 @@ class Shard:
         if self._bytes is None:
             raise StorageError(f"{self.path}: the artifact is closed")
         return self._bytes
+
+
+def read_whole(file: BinaryIO, size: int, path: Path) -> mmap.mmap:
+    """The file's bytes in memory of our own. Raises FormatError for one that shrinks meanwhile."""
+    memory = mmap.mmap(-1, size)
+    view, done = memoryview(memory), 0
+    while done < size:
+        count = file.readinto(view[done : done + READ_BYTES])  # type: ignore[attr-defined]
+        if not count:
+            raise FormatError(f"{path}: was cut short while it was read")
+        done += count
+    return memory

@@ -241,6 +241,28 @@ def test_a_name_serves_one_request_at_a_time_and_aborts_it(llm: LLM) -> None:
     run(llm, body)
 
 
+def test_the_last_update_of_an_aborted_request_has_the_text_that_was_held_back(llm: LLM) -> None:
+    slow_down(llm)
+
+    async def body(engine: AsyncEngine) -> None:
+        assert llm.tokenizer is not None
+        [token] = llm.tokenizer.encode("a", add_special_tokens=False)
+        params = SamplingParams(temperature=0, max_tokens=200, logit_bias={token: 100.0}, stop=("a\u0000",))
+        stream = await engine.submit([5], params, "mine")
+        updates = []
+        async for update in stream:
+            updates.append(update)
+            if len(updates) == 3:
+                engine.abort("mine")
+        done = updates[-1].completion
+        assert done is not None
+        assert done.finish_reason is FinishReason.ABORT
+        assert updates[-1].text == "a"
+        assert "".join(u.text for u in updates) == done.text == "a" * len(done.token_ids)
+
+    run(llm, body)
+
+
 def test_a_full_queue_refuses_and_takes_again(llm: LLM) -> None:
     slow_down(llm)
 
@@ -365,6 +387,37 @@ def test_an_idle_engine_sleeps_and_is_not_late(llm: LLM) -> None:
     run(llm, body)
 
 
+def test_an_engine_that_was_idle_for_long_is_not_late_in_its_first_step(llm: LLM) -> None:
+    now, entered, leave = [0.0], threading.Event(), threading.Event()
+    step = llm.engine.step
+
+    def held() -> list[Update]:
+        entered.set()
+        leave.wait(20)
+        return step()
+
+    llm.engine.step = held  # type: ignore[method-assign]
+
+    async def main() -> None:
+        engine = AsyncEngine(llm, clock=lambda: now[0])
+        try:
+            await until(lambda: not llm.engine.has_work())
+            now[0] = 400.0
+            task = asyncio.create_task(engine.complete([5], GREEDY))
+            await until(entered.is_set)
+            assert engine.last_tick == 400.0
+            now[0] = 470.0
+            assert engine.last_tick == 400.0
+            leave.set()
+            await task
+            assert engine.last_tick == 470.0
+        finally:
+            leave.set()
+            await engine.stop()
+
+    asyncio.run(main())
+
+
 def test_a_closed_event_loop_loses_its_requests_and_harms_nobody(llm: LLM) -> None:
     engines = []
 
@@ -382,3 +435,62 @@ def test_a_closed_event_loop_loses_its_requests_and_harms_nobody(llm: LLM) -> No
         await engine.stop()
 
     asyncio.run(other())
+
+
+def test_a_stopped_engine_refuses_by_name_whatever_it_is_asked(llm: LLM) -> None:
+    async def body(engine: AsyncEngine) -> None:
+        assert await engine.beside(lambda: 7) == 7
+        await engine.stop()
+        with pytest.raises(EngineStopped):
+            await engine.beside(lambda: 7)
+        with pytest.raises(EngineStopped):
+            await engine.submit([5], GREEDY)
+        assert not engine.abort("request-1")
+        assert await engine.stop()
+
+    run(llm, body)
+
+
+def test_a_step_that_does_not_end_is_left_behind_and_its_readers_are_told(llm: LLM) -> None:
+    """It may end later after all; then the thread ends, too, and nobody hears of it."""
+    inside, go, step = threading.Event(), threading.Event(), llm.engine.step
+
+    def endless() -> list[Update]:
+        inside.set()
+        assert go.wait(20)
+        return step()
+
+    llm.engine.step = endless  # type: ignore[method-assign]
+
+    async def main() -> None:
+        engine = AsyncEngine(llm)
+        reader = asyncio.create_task(engine.complete([5], GREEDY))
+        await until(inside.is_set)
+        unseen = asyncio.create_task(engine.complete([6], GREEDY))
+        await until(lambda: engine.unfinished == 2)
+        assert not await engine.stop(patience=0.05)
+        for told in (reader, unseen):
+            with pytest.raises(EngineStopped, match="a step that does not end"):
+                await told
+        go.set()
+        assert await engine.stop()
+        assert engine.fault is None
+
+    asyncio.run(main())
+    for request in list(llm.engine._requests):
+        llm.engine.cancel(request)
+
+
+def test_time_to_drain_is_cut_short_by_another_call(llm: LLM) -> None:
+    slow_down(llm, 0.02)
+
+    async def body(engine: AsyncEngine) -> None:
+        task = asyncio.create_task(engine.complete([5], LONG))
+        await until(lambda: llm.engine.telemetry().running == 1)
+        first = asyncio.create_task(engine.stop(drain=1000))
+        await asyncio.sleep(0)
+        assert await engine.stop()
+        assert await asyncio.wait_for(first, 5)
+        assert (await task)[0].finish_reason is FinishReason.ABORT
+
+    run(llm, body)

@@ -10,7 +10,7 @@ import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from arctool.errors import RequestError, SourceError
-from arctool.run.chat import ChatTemplate, check_messages, load_template
+from arctool.run.chat import ChatTemplate, check_messages, load_template, template_variables
 
 MESSAGES = [
     {"role": "system", "content": "Be <brief> & kind."},
@@ -160,3 +160,31 @@ def test_an_unusable_template_is_refused_by_file(assets: dict[str, bytes]) -> No
 def test_malformed_messages_are_refused_by_index_and_field(messages: Any, field: str) -> None:
     with pytest.raises(RequestError, match=f"^{field}: expected"):
         check_messages(messages)
+
+
+@pytest.mark.parametrize(
+    ("source", "reads"),
+    [
+        ("{% if tools %}T{% endif %}", True),
+        ("{% for m in messages %}{% if tools and loop.last %}{{ tools | tojson }}{% break %}{% endif %}{% endfor %}", True),
+        ("{% if not tools is defined %}{% set tools = none %}{% endif %}{% if tools is not none %}T{% endif %}", True),
+        ("{% macro list() %}{{ tools }}{% endmacro %}{{ list() }}", True),
+        ("{% generation %}{{ tools }}{% endgeneration %}", True),
+        ("Use your tools {# tools #} {{ 'tools' }}", False),
+        ("{{ messages[0].tools }}{{ messages[0]['tools'] }}", False),
+        ("{% for tools in messages %}{{ tools.role }}{% endfor %}", False),
+        ("{% macro list(tools) %}{{ tools }}{% endmacro %}{{ list(messages) }}", False),
+        ("{% set tools = [] %}{{ tools }}", False),
+    ],
+)
+def test_a_template_has_a_place_for_tools_where_it_reads_the_variable(source: str, reads: bool) -> None:
+    template = ChatTemplate(source, {})
+    assert template.source == source
+    assert ("tools" in template_variables(template.source)) == reads
+    if reads:
+        assert template.render(MESSAGES, tools=[{"name": "f"}]) != template.render(MESSAGES)
+
+
+def test_variables_of_a_text_that_is_no_template_are_refused() -> None:
+    with pytest.raises(SourceError, match=r"^chat template: does not compile: "):
+        template_variables("{% if %}")

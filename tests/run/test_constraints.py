@@ -14,8 +14,10 @@ import numpy as np
 import pytest
 import regex
 from numpy.typing import NDArray
+from tiny_models import DirectorySource
 
 from arctool.errors import RequestError, SourceError
+from arctool.run.llm import LLM
 from arctool.run.sampling import grammar as grammar_room
 from arctool.run.sampling.constraint import MAX_NESTING, Constraint, Kind
 from arctool.run.sampling.grammar import Grammars, GrammarState
@@ -197,6 +199,15 @@ def test_end_tokens_are_offered_where_the_text_is_complete_and_only_there(gramma
     assert mask_of(state, may_end=False) == {END, OTHER_END}, "where nothing else can follow the end comes anyway"
 
 
+def test_a_grammar_may_name_any_token_of_the_model_by_its_number_and_no_other(grammars: Grammars) -> None:
+    state = grammars.open(Constraint("grammar", 'start: <[40]> <[511]> "x"'))
+    for token in (40, 511):
+        assert mask_of(state) == {token}
+        state.push(token)
+    with pytest.raises(RequestError, match=r"^grammar: .*512"):
+        grammars.open(Constraint("grammar", "start: <[512]>"))
+
+
 @pytest.mark.parametrize("end", [END, OTHER_END])
 def test_any_end_token_finishes_the_text(grammars: Grammars, tokenizer: Tokenizer, end: int) -> None:
     state = grammars.open(Constraint("regex", "ab?"))
@@ -266,6 +277,49 @@ def test_a_walk_that_went_wrong_ends_its_row_and_no_other(grammars: Grammars, to
     assert "was not compiled" in str(unready.error)
 
 
+USED_UP = Constraint("regex", "(a|b)*a(a|b){14}")
+"""Each text of a's and b's leads to states of its own, and the library counts those of all walks of a grammar together."""
+
+
+def use_up(grammars: Grammars, tokenizer: Tokenizer) -> None:
+    a, b = (tokenizer.token_id(letter) for letter in "ab")
+    greedy, error = grammars.open(USED_UP), None
+    for letter in np.random.default_rng(0).choice([a, b], 3000).tolist():  # type: ignore[arg-type]
+        error = error or greedy.fill(np.zeros(VOCAB // 32, np.uint32), may_end=True)
+        greedy.push(letter)
+    assert error is not None
+    assert "too many states" in error
+
+
+def test_what_one_walk_of_a_grammar_uses_up_does_not_end_others(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(grammar_room.LIMITS, "max_lexer_states", 500)
+    a, b = (tokenizer.token_id(letter) for letter in "ab")
+    assert a is not None
+    assert b is not None
+    own = Grammars(tokenizer, [END])
+    one, alone = own.open(USED_UP), Grammars(tokenizer, [END]).open(USED_UP)
+    for state in (one, alone):
+        state.push(a)
+    use_up(own, tokenizer)
+    for letter in (b, a, a, b) * 5:
+        assert mask_of(one) == mask_of(alone)
+        one.push(letter)
+        alone.push(letter)
+    one.pop(3)
+    alone.pop(3)
+    assert mask_of(one) == mask_of(alone)
+
+
+def test_a_grammar_that_is_used_up_is_compiled_anew_for_the_next_request(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(grammar_room.LIMITS, "max_lexer_states", 500)
+    monkeypatch.setattr(grammar_room, "CHEAP_SECONDS", -1.0)  # too costly to be compiled while the engine waits
+    own = Grammars(tokenizer, [END])
+    one = own.open(USED_UP)
+    use_up(own, tokenizer)
+    assert one.fill(np.zeros(VOCAB // 32, np.uint32), may_end=True) is not None
+    assert mask_of(own.open(USED_UP)) == mask_of(Grammars(tokenizer, [END]).open(USED_UP))
+
+
 def nested(depth: int) -> str:
     schema: dict[str, Any] = {"type": "integer"}
     for _ in range(depth // 2):
@@ -279,6 +333,8 @@ BAD: list[tuple[Kind, str]] = [
     ("json_schema", "[]"),
     ("json_schema", ""),
     ("json_schema", '{"minimum": NaN}'),
+    ("regex", "a\\"),
+    ("regex", "a{1000000}"),
     ("json_schema", '{"type": "integer", "type": "string"}'),
     ("json_schema", '{"$ref": "#"}'),
     ("json_schema", '{"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}'),
@@ -331,8 +387,11 @@ def test_what_takes_too_much_to_compile_is_refused_in_seconds(
     assert time.monotonic() - began < 15
 
 
-def test_a_walk_that_grows_past_its_limits_fails_and_does_not_wander_off(grammars: Grammars, tokenizer: Tokenizer) -> None:
-    """2²⁰⁰ letters: compiled lazily in a moment, and never to be finished."""
+def test_a_walk_that_grows_past_its_limits_fails_and_does_not_wander_off(
+    grammars: Grammars, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """2²⁰⁰ letters: compiled lazily in a moment, and never to be finished. A trial that goes some steps refuses it at once."""
+    monkeypatch.setattr(grammar_room, "TRIAL_STEPS", 0)
     params = SamplingParams(temperature=0, constraint=Constraint("regex", "a" + "{2}" * 200))
     state = open_state(params, (), grammars)
     for step in range(200):
@@ -373,7 +432,7 @@ def test_a_schema_that_contains_itself_is_served(grammars: Grammars, tokenizer: 
 
 def test_a_compiled_constraint_is_kept_and_only_so_many(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     tried = []
-    monkeypatch.setattr(grammar_room, "try_to_compile", lambda kind, source: tried.append(source))
+    monkeypatch.setattr(grammar_room, "try_to_compile", lambda kind, source, size: tried.append(source))
     own = Grammars(tokenizer, [END])
     for number in (*range(grammar_room.KEPT), 0, grammar_room.KEPT, 0, 1):
         own.open(Constraint("regex", f"a{{{number + 1}}}"))
@@ -415,3 +474,14 @@ def test_a_tokenizer_that_the_library_cannot_read_is_named() -> None:
 def test_an_unknown_kind_is_refused(kind: Any) -> None:
     with pytest.raises(RequestError, match=r"^constraint: expected one of json_schema, json_object, regex, grammar"):
         Constraint(kind, "a")
+
+
+def test_white_space_in_json_has_an_end(llama: DirectorySource) -> None:
+    """A model that would write white space for ever is led on after 32 characters of it."""
+    llm = LLM(llama)
+    assert llm.tokenizer is not None
+    bias = {token: 100.0 for token in range(llm.tokenizer.size) if llm.tokenizer.token_bytes(token).strip(b" \n\t\r") == b""}
+    params = SamplingParams(temperature=0, max_tokens=100, logit_bias=bias, constraint=Constraint("json_object"))
+    [completion] = llm.generate([[5, 6]], params)
+    runs = re.findall(r"\s+", re.sub(r'"[^"]*"?', '""', completion.text))
+    assert max(map(len, runs)) == 32

@@ -162,7 +162,7 @@ def test_cancelling_ends_every_sample(engine: Engine, steps: int) -> None:
     request = engine.add_request([5] * 40, SamplingParams(seed=1, n=3, max_tokens=30, ignore_eos=True))
     for _ in range(steps):
         engine.step()
-    done = engine.cancel(request)
+    done = [u.completion for u in engine.cancel(request) if u.completion is not None]
     assert [(c.index, c.finish_reason) for c in done] == [(i, FinishReason.ABORT) for i in range(3)]
     assert all(len(c.token_ids) == max(0, steps - 1) for c in done)
 
@@ -267,8 +267,9 @@ def test_cancelling_at_any_moment_frees_every_block_and_disturbs_nobody(llama: D
         for _ in range(steps):
             engine.step()
         for request in (dropped, waiting):
-            [completion] = engine.cancel(request)
-            assert completion.finish_reason is FinishReason.ABORT
+            [update] = engine.cancel(request)
+            assert update.completion is not None
+            assert update.completion.finish_reason is FinishReason.ABORT
             assert engine.cancel(request) == ()
         engine.scheduler.check()
         assert run_to_end(engine)[kept].token_ids == wanted
@@ -330,7 +331,7 @@ def test_a_request_whose_tokens_cannot_be_decoded_fails_alone(llama: DirectorySo
     decode, bad = engine.tokenizer.decode, other.token_ids[3]
     assert bad not in wanted.token_ids
 
-    def faulty(ids: list[int]) -> str:
+    def faulty(ids: list[int], shown: object = ()) -> str:
         if bad in ids:
             raise RequestError("token ids: cannot be decoded by tokenizer.json: no such byte")
         return decode(ids)
@@ -400,6 +401,7 @@ def test_a_stop_string_ends_the_text_before_it_whatever_tokens_it_straddles(engi
         done = updates[-1].completion
         assert done is not None
         assert done.finish_reason is FinishReason.STOP
+        assert done.stopped_by == stop
         assert done.text == whole.text[:at] == "".join(u.text for u in updates)
         assert done.token_ids == whole.token_ids[: len(done.token_ids)]
 
@@ -412,6 +414,7 @@ def test_a_stop_token_ends_the_text_and_is_counted_but_not_shown(engine: Engine)
     assert engine.tokenizer is not None
     assert (done.finish_reason, done.token_ids) == (FinishReason.STOP, whole.token_ids[: first + 1])
     assert done.text == engine.tokenizer.decode(list(whole.token_ids[:first]))
+    assert done.stopped_by is None
 
 
 def test_an_end_token_stops_unless_it_is_ignored(llama: DirectorySource, registry: Registry) -> None:
@@ -465,14 +468,6 @@ def test_rows_beyond_the_tokenizer_are_never_chosen(llama: DirectorySource, regi
     engine._choices = 60
     [done] = engine.generate([[5, 6, 7]], [SamplingParams(temperature=2, seed=1, max_tokens=50, ignore_eos=True)])
     assert max(done.token_ids) < 60
-
-
-def test_timing_counts_from_arrival(llama: DirectorySource, registry: Registry) -> None:
-    plain = make_engine(llama, registry)
-    seconds = iter(range(100))
-    engine = Engine(plain.runner, None, [], max_seqs=1, clock=lambda: float(next(seconds)))
-    [done] = engine.generate([[5, 6, 7]], [SamplingParams(temperature=0, max_tokens=3)])
-    assert (done.timing.first_token, done.timing.total) == (1.0, 2.0)
 
 
 def test_stop_strings_need_a_tokenizer(llama: DirectorySource, registry: Registry) -> None:

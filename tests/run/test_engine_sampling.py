@@ -114,6 +114,32 @@ def test_a_stop_string_is_part_of_the_text_where_that_was_asked_for(engine: Engi
     within = one(engine, ignore_eos=True, stop=(stop,), include_stop_str_in_output=True)
     assert (without.text, within.text) == (plain.text[:cut], plain.text[: cut + len(stop)])
     assert within.finish_reason is FinishReason.STOP
+    assert (plain.stopped_by, without.stopped_by, within.stopped_by) == (None, stop, stop)
+
+
+def test_a_special_token_is_part_of_the_text_where_that_was_asked_for(engine: Engine) -> None:
+    bias = {1: 100.0}
+    assert one(engine, ignore_eos=True, logit_bias=bias, max_tokens=3).text == ""
+    assert one(engine, ignore_eos=True, logit_bias=bias, max_tokens=3, shown_token_ids=[1]).text == "<|im_start|>" * 3
+    ended = one(engine, logit_bias={2: 100.0}, shown_token_ids=(2,))
+    assert (ended.token_ids, ended.text) == ((2,), ""), "a token that ends the text is no part of it"
+    with pytest.raises(RequestError, match=r"^shown_token_ids: expected a list of token ids, found '1'"):
+        SamplingParams(shown_token_ids="1")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("letter", "shown", "stop"), [("a", "a", ("a\u0000",)), ("é", "\ufffd", ())], ids=["the head of a stop string", "half a character"]
+)
+def test_a_cancelled_text_has_what_was_held_back(engine: Engine, letter: str, shown: str, stop: tuple[str, ...]) -> None:
+    assert engine.tokenizer is not None
+    token = engine.tokenizer.encode(letter, add_special_tokens=False)[0]
+    request = engine.add_request(PROMPT, SamplingParams(temperature=0, max_tokens=30, logit_bias={token: 100.0}, stop=stop))
+    before = "".join(update.text for _ in range(3) for update in engine.step())
+    [last] = engine.cancel(request)
+    assert last.completion is not None
+    assert last.completion.finish_reason is FinishReason.ABORT
+    assert last.text != ""
+    assert before + last.text == last.completion.text == shown * len(last.completion.token_ids)
 
 
 @pytest.mark.parametrize(

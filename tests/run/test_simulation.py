@@ -145,7 +145,7 @@ def simulate(world: World, count: int, seed: int) -> Outcome:
                 prompt, params = random_request(rng, world)
                 requests[engine.add_request(prompt, params)] = prompt, params
         for request in [i for i in engine._requests if rng.random() < world.cancels / 4]:
-            done.update({(c.request_id, c.index): c for c in engine.cancel(request)})
+            done.update({(request, u.index): u.completion for u in engine.cancel(request) if u.completion is not None})
         runner.fail = int(rng.random() < world.failures)
         before = runner.computed
         fairness.before()

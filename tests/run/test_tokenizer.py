@@ -108,6 +108,7 @@ def test_a_stream_ends_before_the_stop_string_that_ends_first(pieces: list[str],
         shown += checker.flush()
     assert stopped == (cut is not None)
     assert shown == (whole if cut is None else whole[: cut[0] - cut[1]])
+    assert checker.found == (None if cut is None else whole[cut[0] - cut[1] : cut[0]])
 
 
 def test_only_what_may_become_a_stop_string_is_held_back() -> None:
@@ -124,6 +125,29 @@ def test_special_tokens_are_known_by_name_and_hidden_from_text() -> None:
     assert byte_level().special["eos_token"] == "<|im_end|>"
     assert byte_level().eos_token_ids == (2,)
     assert byte_level().decode([1, 40, 2]) == byte_level().decode([40])
+
+
+@settings(max_examples=200)
+@given(st.lists(st.integers(0, 511) | st.integers(0, 2), max_size=20), st.sets(st.integers(0, 2)))
+def test_special_tokens_that_are_asked_for_are_part_of_the_text(ids: list[int], shown: set[int]) -> None:
+    names = {0: "<|endoftext|>", 1: "<|im_start|>", 2: "<|im_end|>"}
+    runs: list[list[int]] = [[]]
+    wanted = ""
+    for token in ids:  # a shown token stands between texts, a hidden one stands nowhere
+        if token in shown:
+            wanted += byte_level().decode(runs.pop()) + names[token]
+            runs.append([])
+        else:
+            runs[-1].append(token)
+    wanted += byte_level().decode(runs.pop())
+    assert byte_level().decode(ids, shown) == wanted
+    decoder = StreamDecoder(byte_level(), shown)
+    assert "".join([*(decoder.push(i) for i in ids), decoder.flush()]) == wanted
+    assert [byte_level().is_hidden(i, shown) for i in range(4)] == [i not in shown for i in range(3)] + [False]
+
+
+def test_tokens_beside_the_vocabulary_are_known_by_their_text() -> None:
+    assert byte_level().added == {"<|endoftext|>": 0, "<|im_start|>": 1, "<|im_end|>": 2}
 
 
 def test_text_that_is_no_unicode_is_refused() -> None:

@@ -56,6 +56,6 @@ def token_id(field: str, value: Any) -> int:
 def short(value: Any) -> str:
     try:
         shown = repr(value)
-    except ValueError:
+    except (ValueError, RecursionError):
         return f"a {type(value).__name__} too large to print"
     return shown if len(shown) <= 40 else shown[:37] + "..."

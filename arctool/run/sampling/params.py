@@ -35,6 +35,7 @@ class SamplingParams:
     `max_tokens` None means up to the end of the context. Before `min_tokens` no end token, stop token or stop string counts.
     `stop`: strings that end the text (not part of it, unless `include_stop_str_in_output`); `stop_token_ids`: further tokens that
     end it; `ignore_eos` switches the model's own end tokens off, not these. `constraint`: what the text must be.
+    `shown_token_ids`: special tokens that appear in the text all the same, where a reader of it needs them.
     `n`: samples of one prompt, each with its own `child_seed`. `priority`: lower is served first. `cache_salt`: prompts share cached
     blocks only with prompts of the same salt.
     """
@@ -58,6 +59,7 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     constraint: Constraint | None = None
+    shown_token_ids: tuple[int, ...] = ()
     priority: int = 0
     cache_salt: str = ""
 
@@ -86,9 +88,10 @@ class SamplingParams:
         if self.constraint is not None and not isinstance(self.constraint, Constraint):
             raise RequestError(f"constraint: expected a Constraint, found {checks.short(self.constraint)}")
         object.__setattr__(self, "logit_bias", _bias(self.logit_bias))
-        _check_stops(self.stop, self.stop_token_ids)
+        _check_stops(self.stop)
         object.__setattr__(self, "stop", tuple(self.stop))
-        object.__setattr__(self, "stop_token_ids", tuple(checks.token_id("stop_token_ids", token) for token in self.stop_token_ids))
+        for field in ("stop_token_ids", "shown_token_ids"):
+            object.__setattr__(self, field, _token_ids(field, getattr(self, field)))
 
     @property
     def greedy(self) -> bool:
@@ -129,11 +132,15 @@ def _bias(given: Any) -> tuple[tuple[int, float], ...]:
     return tuple(sorted(found.items()))
 
 
-def _check_stops(stop: Any, stop_token_ids: Any) -> None:
+def _check_stops(stop: Any) -> None:
     if not isinstance(stop, tuple | list) or len(stop) > MAX_STOP_STRINGS:
         raise RequestError(f"stop: expected at most {MAX_STOP_STRINGS} strings, found {checks.short(stop)}")
     for text in stop:
         if not isinstance(text, str) or not text:
             raise RequestError(f"stop: expected strings that are not empty, found {checks.short(text)}")
-    if not isinstance(stop_token_ids, tuple | list):
-        raise RequestError(f"stop_token_ids: expected a list of token ids, found {checks.short(stop_token_ids)}")
+
+
+def _token_ids(field: str, given: Any) -> tuple[int, ...]:
+    if not isinstance(given, tuple | list):
+        raise RequestError(f"{field}: expected a list of token ids, found {checks.short(given)}")
+    return tuple(checks.token_id(field, token) for token in given)

@@ -13,13 +13,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from arctool.kernels.cpu.sampling import NO_TOKEN, sample_rows
+from arctool.kernels.cpu.sampling import NO_TOKEN, NOT_FINITE, sample_rows
 from arctool.run.sampling.grammar import GrammarState
 from arctool.run.sampling.history import History
 from arctool.run.sampling.params import SamplingParams
 
 FEW = 2
 """Plain rows that are looked through one by one: the pass over many costs more than that to begin."""
+
+
+NOTHING_LEFT = "no token is left to choose"
+"""How the error begins that a request's own demands lead to; all others are the model's."""
 
 
 @dataclass(frozen=True)
@@ -69,11 +73,12 @@ class TokenLogprobs:
 
 @dataclass(frozen=True)
 class Sampled:
-    """One row's result: a token, or why there is none."""
+    """One row's result: a token, or why there is none. `corrupted`: because the model gave a logit that is not finite."""
 
     token: int | None
     logprobs: TokenLogprobs | None = None
     error: str | None = None
+    corrupted: bool = False
 
 
 def sample(logits: NDArray[np.float32], rows: Sequence[SampleRow], choices: int | None = None) -> list[Sampled]:
@@ -104,7 +109,8 @@ def sample(logits: NDArray[np.float32], rows: Sequence[SampleRow], choices: int 
     results = []
     for i, row in enumerate(rows):
         if tokens[i] < 0:
-            results.append(Sampled(None, error=_error(logits[i, :width], int(tokens[i]), row, errors.get(i))))
+            error = _error(logits[i, :width], int(tokens[i]), row, errors.get(i))
+            results.append(Sampled(None, error=error, corrupted=int(tokens[i]) == NOT_FINITE))
             continue
         report = None
         if tops[i] >= 0:
@@ -119,7 +125,7 @@ def _likeliest(logits: NDArray[np.float32], row: SampleRow) -> Sampled:
     best = int(logits.argmax())  # of a NaN, if there is one
     if np.isfinite(logits[best]) and np.isfinite(logits.min()):
         return Sampled(best)
-    return Sampled(None, error=_error(logits, best, row, None))
+    return Sampled(None, error=_error(logits, NOT_FINITE, row, None), corrupted=True)
 
 
 def _masks(rows: Sequence[SampleRow], width: int) -> tuple[NDArray[np.uint32], NDArray[np.int64], dict[int, str]]:
@@ -141,7 +147,7 @@ def _masks(rows: Sequence[SampleRow], width: int) -> tuple[NDArray[np.uint32], N
 def _error(logits: NDArray[np.float32], code: int, row: SampleRow, constraint: str | None) -> str:
     if code == NO_TOKEN:
         reason = constraint or "constraint, min_tokens and stop_token_ids together forbid all of them"
-        return f"no token is left to choose at position {row.position}: {reason}"
+        return f"{NOTHING_LEFT} at position {row.position}: {reason}"
     bad = int(np.flatnonzero(~np.isfinite(logits))[0])
     return f"the model gave a logit that is not finite (token {bad} at position {row.position})"
 
