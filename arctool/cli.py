@@ -14,6 +14,7 @@ import typer
 
 import arctool
 from arctool.cli_bench import bench_app
+from arctool.cli_serve import serve
 from arctool.errors import ArctoolError, InterruptedByUser, StorageError, UsageError, VerificationError
 from arctool.terminal.console import AsJson, Quiet, error_console, output_console, print_json
 
@@ -29,6 +30,7 @@ app = typer.Typer(
 
 
 app.add_typer(bench_app, name="bench")
+app.command()(serve)
 RUNG_HELP = (
     "Format of the linear layers. Searched: qtip2, qtip2b, qtip2-v4 (2 bits), qtip2.25-v4, qtip3, qtip3b, qtip4, qtip4b. "
     "For mistral.rs too: q2k to q6k, q4_0, q4_1, q5_0, q5_1, q8_0, fp8. With any of them embedding and head get q8_0 (a recipe may say "

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import io
 import json
 import os
@@ -46,9 +47,9 @@ class Child:
 
     def wait(self) -> Outcome:
         code = self._zygote.ask({"wait": self.pid})["code"]
-        return Outcome(code, self._said("stdout"), self._said("stderr"))
+        return Outcome(code, self.said("stdout"), self.said("stderr"))
 
-    def _said(self, name: str) -> str:
+    def said(self, name: str) -> str:
         """What the child wrote; one that was killed before it could open its files wrote nothing."""
         path = self._folder / name
         return path.read_text(errors="backslashreplace") if path.exists() else ""
@@ -107,6 +108,7 @@ def serve(warm: str) -> None:
     """The server: import and compile, then fork a child for every request until standard input ends."""
     from arctool import cli
 
+    importlib.import_module("arctool.terminal.server")  # a second of imports that only `serve` needs
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         path = str(Path(folder) / "a")
         for argv in (
