@@ -1,7 +1,7 @@
 """One JSON line for every HTTP request, once it is over; the request's id; and an answer where a handler fails.
 
-Pure ASGI: bodies pass through frame by frame. Mount it with `app.add_middleware(AccessLog, write=...)`, last, so that it is the outermost:
-then it sees a handler's exception before the framework answers it in words of its own. Never logged: query strings, headers, bodies.
+Pure ASGI, and the outermost layer: bodies pass through frame by frame, and whatever escapes from the application, answered or not, is
+logged here. Never logged: query strings, headers, bodies.
 """
 
 from __future__ import annotations

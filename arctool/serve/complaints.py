@@ -71,6 +71,3 @@ def _path(parts: Sequence[Any], body: Any, *, absent: bool) -> str:
         elif isinstance(value, dict) and (part in value or (absent and number == len(parts) - 1)):
             text, value = f"{text}.{part}" if text else str(part), value.get(part)
     return "".join(c if c.isprintable() else "?" for c in text)[:LONGEST_PATH] or "body"
-
-
-__all__ = ["of_validation"]

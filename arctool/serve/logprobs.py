@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from arctool.run.sampling.sampler import TokenLogprobs
@@ -84,6 +84,3 @@ def finite(logprob: float) -> float:
 def _entry(tokenizer: Tokenizer, token: int, logprob: float) -> dict[str, Any]:
     raw = tokenizer.token_bytes(token)
     return {"token": raw.decode("utf-8", "replace"), "logprob": finite(logprob), "bytes": list(raw)}
-
-
-__all__: Sequence[str] = ["IMPOSSIBLE", "Offsets", "chat_logprobs", "completion_logprobs", "finite", "token_text"]

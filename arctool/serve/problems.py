@@ -19,7 +19,7 @@ FIELD = re.compile(r"([A-Za-z_][\w.\[\]]{0,200}): ")
 MAX_MESSAGE = 1000
 
 
-@dataclass
+@dataclass(eq=False)
 class Problem(Exception):
     """An answer that is an error. `param`: the field that is to blame; `code`: a word for programs, in OpenAI's use."""
 
