@@ -47,11 +47,11 @@ class ChatTemplate:
     def render(self, messages: Sequence[Message], /, *, add_generation_prompt: bool = True, **variables: Any) -> str:
         """The prompt for `messages`. Raises RequestError if they are malformed, or the template refuses, fails or runs away.
 
-        `variables` are the template's to read; what it knows anyway (messages, special tokens, functions) they cannot replace.
+        `variables` are the template's to read; messages and special tokens they cannot replace.
         """
         check_messages(messages)
         for name in variables:
-            if name in ("messages", "self") or name in self._special or name in self._environment.globals:
+            if name in ("messages", "self") or name in self._special:
                 raise RequestError(f"variables: {name!r:.60} is not a caller's to set")
         self._environment.restart()
         context = {**self._special, **variables, "messages": list(messages), "add_generation_prompt": add_generation_prompt}

@@ -22,7 +22,20 @@ from arctool.serve.output.parts import CallArguments, CallStart, Content, Part, 
 from arctool.serve.output.reasoning import THINK, ReasoningTags, detect_reasoning, starts_inside
 from arctool.serve.output.tools import Tool, ToolChoice, read_choice, read_tools
 
-RESERVED = frozenset(("messages", "tools", "add_generation_prompt", "bos_token", "eos_token"))
+RESERVED = frozenset(
+    (
+        "messages",
+        "tools",
+        "add_generation_prompt",
+        "bos_token",
+        "eos_token",
+        "strftime_now",
+        "raise_exception",
+        "range",
+        "namespace",
+        "dict",
+    )
+)
 """Variables of a template that a request has no say in."""
 
 

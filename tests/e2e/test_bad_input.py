@@ -276,7 +276,7 @@ def test_a_command_line_that_cannot_be_parsed_names_the_word(zygote: Zygote, tmp
         (("--max-model-len", "1"), USAGE, "max_model_len: expected 2 to the model's max_position_embeddings = 256"),
         (("--max-model-len", "257"), USAGE, "max_model_len"),
         (("-p", "x" * 2000), REQUEST, "prompt: 2014 tokens leave no room in the context of 256 tokens"),
-        (("-p", "hello there", "--max-model-len", "4"), REQUEST, "leave no room in the context of 4 tokens"),
+        (("-p", "hello there", "--max-model-len", "4"), REQUEST, "the context of 4 tokens"),
         (("-p", "", "--raw"), REQUEST, "prompt: expected at least one token"),
         (("-p", "\udcff"), REQUEST, "prompt: expected text that is valid Unicode"),
         (("--system", "\udcff"), REQUEST, "valid Unicode"),

@@ -77,7 +77,8 @@ def test_a_constrained_text_is_whole_and_ends_by_itself(engine: Engine, temperat
             assert json.loads(done.text)["a"] in ("x", "yz")
 
 
-def test_a_constraint_that_cannot_go_on_ends_its_own_request_with_an_error(engine: Engine) -> None:
+def test_a_constraint_that_cannot_go_on_ends_its_own_request_with_an_error(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("arctool.run.sampling.grammar.TRIAL_STEPS", 0)  # a trial that goes some steps refuses it at the door
     bomb = SamplingParams(temperature=0, constraint=Constraint("regex", "a" + "{2}" * 200))
     lost, good = engine.generate([PROMPT, PROMPT], [bomb, SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)])
     assert lost.finish_reason is FinishReason.ERROR

@@ -133,8 +133,9 @@ def test_a_request_that_never_ran_has_no_times_but_its_end() -> None:
     engine, _ = make(clock)
     request = engine.add_request([5, 6, 7], params(2))
     clock.now += 3
-    [done] = engine.cancel(request)
-    assert done.timing == Timing(first_token=None, total=3.0, scheduled=None, last_token=None, arrived=1000.0)
+    [update] = engine.cancel(request)
+    assert update.completion is not None
+    assert update.completion.timing == Timing(first_token=None, total=3.0, scheduled=None, last_token=None, arrived=1000.0)
 
 
 def test_totals_are_what_the_updates_add_up_to() -> None:
@@ -145,7 +146,7 @@ def test_totals_are_what_the_updates_add_up_to() -> None:
         prompt = [5, 6, 7, 8, *rng.integers(2, VOCAB, i).tolist()]
         engine.add_request(prompt, SamplingParams(temperature=1.5, seed=i, max_tokens=3 + i, n=1 + i % 3, ignore_eos=i % 2 == 0))
     updates = [*engine.step(), *engine.step(), *engine.step()]
-    cancelled = engine.cancel(11)
+    cancelled = [update.completion for update in engine.cancel(11) if update.completion is not None]
     updates += drain(engine)
     total = engine.telemetry().total
     assert total.preempted

@@ -17,7 +17,7 @@ from selenium.webdriver.support.ui import WebDriverWait
 
 T = TypeVar("T")
 
-PATIENCE = 10.0
+PATIENCE = 30.0
 """Seconds until what is awaited counts as not coming."""
 
 

@@ -65,6 +65,8 @@ def softened(body: Any) -> Any:
     if "messages" in kept:
         messages = [{"role": one["role"], "content": one.get("content") or "Hi"} for one in kept["messages"] or () if one["role"] != "tool"]
         kept["messages"] = messages[:3] or [{"role": "user", "content": "Hi"}]
+    if kept.get("timeout") is not None:
+        kept["timeout"] = 60  # a shorter one may rightly pass
     return {name: min(value, MOST[name]) if name in MOST and type(value) is int else value for name, value in kept.items()}
 
 
