@@ -54,6 +54,8 @@ class Page:
 
     def click(self, selector: str) -> None:
         self.one(selector).click()
+        if selector == "#new-chat":  # the old conversation leaves with an event of its own; what is counted meanwhile is its
+            self.until(lambda: not self.all(".turn"))
 
     def press(self, *keys: str) -> None:
         """On whatever has the focus."""
