@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import mmap
 import os
+from io import BufferedIOBase
 from pathlib import Path
-from typing import BinaryIO, Final
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -84,12 +85,12 @@ class Shard:
         return self._bytes
 
 
-def read_whole(file: BinaryIO, size: int, path: Path) -> mmap.mmap:
+def read_whole(file: BufferedIOBase, size: int, path: Path) -> mmap.mmap:
     """The file's bytes in memory of our own. Raises FormatError for one that shrinks meanwhile."""
     memory = mmap.mmap(-1, size)
     view, done = memoryview(memory), 0
     while done < size:
-        count = file.readinto(view[done : done + READ_BYTES])  # type: ignore[attr-defined]
+        count = file.readinto(view[done : done + READ_BYTES])
         if not count:
             raise FormatError(f"{path}: was cut short while it was read")
         done += count
