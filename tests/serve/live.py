@@ -12,8 +12,9 @@ from typing import Any
 
 from arctool.run.llm import LLM
 from arctool.serve.facts import facts_of
+from arctool.serve.listening import listen
 from arctool.serve.model_files import ModelFiles
-from arctool.serve.server import Loaded, Server, listen
+from arctool.serve.server import Loaded, Server
 from arctool.serve.service import Service
 from arctool.serve.settings import ServeOptions
 

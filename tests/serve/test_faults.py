@@ -26,8 +26,9 @@ from arctool.errors import UsageError
 from arctool.run.llm import LLM
 from arctool.run.sampling.params import SamplingParams
 from arctool.serve import server
+from arctool.serve.listening import listen
 from arctool.serve.output.parser import OutputParser
-from arctool.serve.server import ServerFailed, listen, serve
+from arctool.serve.server import ServerFailed, serve
 from arctool.serve.settings import ServeOptions
 
 REPLY = " ".join(f"word{i}" for i in range(100))
