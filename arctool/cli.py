@@ -16,7 +16,7 @@ import arctool
 from arctool.cli_bench import bench_app
 from arctool.cli_serve import serve
 from arctool.errors import ArctoolError, InterruptedByUser, StorageError, UsageError, VerificationError
-from arctool.terminal.console import AsJson, Quiet, error_console, output_console, print_json
+from arctool.terminal.console import AsJson, KvMemory, MaxModelLen, Quiet, error_console, output_console, print_json
 
 # Rooms are imported by the subcommand that needs them: torch alone takes seconds, and `--help` must answer at once.
 
@@ -248,8 +248,8 @@ def run(
     json_schema: Annotated[Path | None, typer.Option(help="Answer with JSON of the schema in this file.")] = None,
     regex: Annotated[str | None, typer.Option(help="Answer with text that this expression matches in full.")] = None,
     seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
-    max_model_len: Annotated[int | None, typer.Option(help="Context in tokens [default: the model's, as memory allows].")] = None,
-    kv_memory: Annotated[str | None, typer.Option(help="Most memory for keys and values, like 512MB [default: 2GiB].")] = None,
+    max_model_len: MaxModelLen = None,
+    kv_memory: KvMemory = None,
     as_json: AsJson = False,
 ) -> None:
     """Chat with a model in the terminal, or answer one --prompt.

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from arctool.terminal.console import KvMemory, MaxModelLen
+
 
 def serve(
     path: Annotated[str, typer.Argument(help="An artifact, or a checkpoint (directory, .gguf, hub id) to serve unquantised.")],
@@ -37,11 +39,11 @@ def serve(
             help="Let requests of different keys share cached prefixes: faster, but the time of an answer can tell what others asked.",
         ),
     ] = False,
-    max_model_len: Annotated[int | None, typer.Option(help="Context in tokens [default: the model's, as memory allows].")] = None,
+    max_model_len: MaxModelLen = None,
     max_seqs: Annotated[int, typer.Option(help="Sequences that run at once.")] = 256,
     max_step_tokens: Annotated[int, typer.Option(help="Tokens computed in one step, of prompts and answers together.")] = 512,
     prefill_floor: Annotated[int, typer.Option(help="At least every so many steps waiting prompts get half of a step.")] = 4,
-    kv_memory: Annotated[str | None, typer.Option(help="Most memory for keys and values, like 512MB [default: 2GiB].")] = None,
+    kv_memory: KvMemory = None,
     no_prefix_caching: Annotated[bool, typer.Option("--no-prefix-caching", help="Compute every prompt anew.")] = False,
     threads: Annotated[int | None, typer.Option(min=1, help="Threads of the kernels [default: all cores]. Never changes a token.")] = None,
     tool_parser: Annotated[

@@ -11,6 +11,8 @@ from rich.console import Console
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON on standard output.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")]
+MaxModelLen = Annotated[int | None, typer.Option(help="Context in tokens [default: the model's, as memory allows].")]
+KvMemory = Annotated[str | None, typer.Option(help="Most memory for keys and values, like 512MB [default: 2GiB].")]
 
 
 PIPE_COLUMNS = 200
