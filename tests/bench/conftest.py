@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
-import numba
 import pytest
-import torch
 
 from arctool.bake.pipeline import bake
 from arctool.bake.recipe import Recipe
@@ -18,13 +15,8 @@ sys.path.append(str(Path(__file__).parents[1] / "bake"))
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads(), numba.get_num_threads()
-    torch.set_num_threads(1)
-    numba.set_num_threads(1)
-    yield
-    torch.set_num_threads(before[0])
-    numba.set_num_threads(before[1])
+def _one_thread(one_thread: None) -> None:
+    """For every test of this room."""
 
 
 @pytest.fixture(scope="session")

@@ -17,13 +17,8 @@ NAMES = (*VARIANTS, "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe"
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads(), numba.get_num_threads()
-    torch.set_num_threads(1)
-    numba.set_num_threads(1)
-    yield
-    torch.set_num_threads(before[0])
-    numba.set_num_threads(before[1])
+def _one_thread(one_thread: None) -> None:
+    """For every test of this room."""
 
 
 @pytest.fixture

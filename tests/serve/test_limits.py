@@ -16,8 +16,8 @@ from wire import JSON, Answers, closed, connected, get, head, post, receive, sen
 
 from arctool.run.llm import LLM
 from arctool.serve import limits
-from arctool.serve.limits import MAX_CONTAINERS, MAX_NESTING, parse_body
 from arctool.serve.problems import Problem
+from arctool.serve.strict_json import MAX_CONTAINERS, MAX_NESTING, parse_body
 
 CHAT, PLAIN = "/v1/chat/completions", "/v1/completions"
 MOST = 20_000
